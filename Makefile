@@ -1,0 +1,58 @@
+# `make help` lists the targets. VENV=path uses another virtual environment, PYTHON=python3.12 another interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env quickstart test test-all lint format repro model ui pack compose records-check build doctor clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## Make the virtual environment (says how torch is chosen)
+	@$(PYTHON) stages/environment.py $(VENV)
+
+quickstart: env ## Run the whole pipeline on the embedded data set, in build/quickstart/
+	@$(RUN) -m stages.quickstart
+
+test: env ## Run the tests (no GPU needed)
+	@$(RUN) -m pytest -m "not slow"
+
+test-all: env ## Run every test, the slow ones too
+	@$(RUN) -m pytest
+
+lint: env ## Check style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: env ## Format the Python code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+repro: env ## Reproduce the record of params.yaml on this machine (dvc repro)
+	@$(RUN) -m dvc repro
+
+model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
+	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))
+
+ui: env ## Open MLflow on the latest two runs, compared (http://127.0.0.1:5000)
+	@$(RUN) -m stages.ui
+
+pack: env ## Write .source.json for a copy of this tree that leaves git behind
+	@$(RUN) -m stages.pack
+
+compose: env ## Write params.yaml from conf/
+	@$(RUN) -m stages.compose
+
+records-check: env ## Say which committed records are stale (STALE.md and the README's line)
+	@$(RUN) -m stages.records_check
+
+build: env ## Build libtilerank for every architecture
+	@$(RUN) -m tilerank.kernels.build
+
+doctor: env ## Check compiler, GPU and library with a sanity kernel
+	@$(RUN) -m tilerank.cli doctor
+
+clean: ## Remove what was built and the pipeline's data (not the records)
+	rm -rf build dist data reports mlartifacts mlflow.db*

@@ -1,0 +1,39 @@
+"""Hand-optimised CUDA attention for reranking.
+
+`Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
+`register` makes them an attention implementation of transformers. Each is imported when it is first used: importing
+the package loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tilerank._version import __version__
+
+if TYPE_CHECKING:
+    from tilerank.kernels.huggingface import register
+    from tilerank.kernels.torch_ops import attention, attention_varlen
+    from tilerank.reranker import Reranker
+
+__all__ = ["Reranker", "__version__", "attention", "attention_varlen", "register"]
+
+_HOMES = {
+    "Reranker": "tilerank.reranker",
+    "attention": "tilerank.kernels.torch_ops",
+    "attention_varlen": "tilerank.kernels.torch_ops",
+    "register": "tilerank.kernels.huggingface",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,134 @@
+"""Make the project's virtual environment (`make env`). Needs nothing but Python 3.11 to 3.13.
+
+How torch is chosen, unless the environment variable TORCH_INDEX names a package index to take it from:
+- an NVIDIA GPU is here (nvidia-smi lists one): the default index, which gives the CUDA build on Linux;
+- no GPU: the default index if its build needs no CUDA packages, else PyTorch's own CPU index, else (that index
+  cannot be reached) the CUDA build, about 3 GB, announced before the download starts.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch>=2.11,<2.14"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PYTHONS = ((3, 11), (3, 13))
+
+
+def log(message: str) -> None:
+    """Say what happens next, before pip's own output."""
+    print(f"environment: {message}", file=sys.stderr, flush=True)
+
+
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists a GPU."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return False
+    answer = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
+    return answer.returncode == 0 and "GPU" in answer.stdout
+
+
+class Environment:
+    """A virtual environment in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    def pip(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run pip; its progress bars show on a terminal."""
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *quiet, *arguments]
+        return subprocess.run(command, check=check, text=True)
+
+    def torch_in_range(self) -> bool:
+        """Whether a torch that the project accepts is installed already."""
+        code = "import importlib.metadata as m; print(m.version('torch'))"
+        answer = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            return False
+        major, minor = (int(part) for part in answer.stdout.split(".")[:2])
+        return (2, 11) <= (major, minor) < (2, 14)
+
+    def default_build_needs_cuda(self) -> bool:
+        """Whether the default index's torch depends on CUDA packages; read from its metadata, nothing is fetched."""
+        command = [str(self.python), "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
+        answer = subprocess.run([*command, "--report", "-", TORCH], capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            sys.exit(f"environment: pip finds no {TORCH}: {answer.stderr.strip().splitlines()[-1]}")
+        metadata = json.loads(answer.stdout)["install"][0]["metadata"]
+        needs = [name.split(";")[0] for name in metadata.get("requires_dist", []) if "extra ==" not in name]
+        return any(name.startswith(("nvidia-", "cuda-")) for name in needs)
+
+    def install_torch(self) -> None:
+        """Install torch by the rule in this module's docstring."""
+        index = os.environ.get("TORCH_INDEX")
+        if index:
+            log(f"torch from {index} (TORCH_INDEX)")
+            self.pip("install", "--index-url", index, TORCH)
+        elif has_gpu():
+            log("an NVIDIA GPU is here: torch from the default index (the CUDA build, about 3 GB)")
+            self.pip("install", TORCH)
+        elif not self.default_build_needs_cuda():
+            log("no NVIDIA GPU here: the default index has a CPU build of torch")
+            self.pip("install", TORCH)
+        else:
+            log(f"no NVIDIA GPU here: torch from PyTorch's CPU index ({CPU_INDEX})")
+            from_cpu_index = [
+                "install",
+                "--no-deps",
+                "--retries",
+                "1",
+                "--timeout",
+                "15",
+                "--index-url",
+                CPU_INDEX,
+                TORCH,
+            ]
+            if self.pip(*from_cpu_index, check=False).returncode != 0:
+                log("that index cannot be reached. What is left is the CUDA build: about 3 GB of downloads.")
+                log("To avoid it, stop now and set TORCH_INDEX to an index that has a CPU build. Going on in 10 s.")
+                time.sleep(10)
+                self.pip("install", TORCH)
+
+
+def main() -> int:
+    """Make or update the environment in the folder named on the command line (default .venv)."""
+    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+        wanted = f"{PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}"
+        sys.exit(
+            f"environment: Python {wanted} is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12 env`"
+        )
+    environment = Environment(ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv"))
+    stamp = environment.folder / "tilerank-environment"
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == state:
+        return 0
+    if not environment.python.exists():
+        log(f"making {environment.folder} with Python {sys.version.split()[0]}")
+        try:
+            venv.create(environment.folder, with_pip=True)
+        except subprocess.CalledProcessError:
+            sys.exit("environment: this Python cannot make virtual environments (Debian: apt install python3-venv)")
+    try:
+        environment.pip("install", "--upgrade", "pip>=24")
+        if not environment.torch_in_range():
+            environment.install_torch()
+        log("installing tilerank and what it needs (about 600 MB without torch)")
+        environment.pip("install", "--editable", f"{ROOT}[pipeline,dev]")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"environment: pip failed (exit code {error.returncode}); its message is above")
+    stamp.write_text(state, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

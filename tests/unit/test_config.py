@@ -1,0 +1,113 @@
+"""params.yaml is what conf/ composes to, and is read into typed settings with errors that name the key."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilerank.composition import compose_file, compose_settings
+from tilerank.config import Settings, load_settings
+from tilerank.errors import TilerankError
+
+
+def test_params_yaml_is_the_composition_of_conf(repository: Path, tmp_path: Path) -> None:
+    committed = load_settings(repository / "params.yaml")
+    written = tmp_path / "params.yaml"
+    settings = compose_file(repository / "conf", written, [f"machine={committed.machine.name}"])
+    assert settings == committed
+    assert written.read_bytes() == (repository / "params.yaml").read_bytes()
+    assert compose_settings(repository / "conf", []) == committed, "conf/config.yaml composes to the record by default"
+
+
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ("dataset", ["scifact", "pydocs", "beir"]),
+        ("model", ["minilm_l6_scifact", "all_minilm_l6", "ms_marco", "local"]),
+        ("retrieval", ["bm25", "stub"]),
+        ("kernel", ["auto", "sdpa", "naive"]),
+        ("machine", ["cpu", "h200", "auto"]),
+        ("experiment", ["scifact", "quickstart"]),
+    ],
+)
+def test_every_option_composes(repository: Path, group: str, options: list[str]) -> None:
+    present = sorted(path.stem for path in (repository / "conf" / group).glob("*.yaml"))
+    assert present == sorted(options)
+    for option in options:
+        assert isinstance(compose_settings(repository / "conf", [f"{group}={option}"]), Settings)
+
+
+def test_quickstart_stays_small_on_a_machine_with_a_gpu(repository: Path) -> None:
+    settings = compose_settings(repository / "conf", ["experiment=quickstart", "machine=auto"])
+    assert (settings.dataset.name, settings.model.name) == ("pydocs", "all-minilm-l6")
+    assert (settings.workload.queries, settings.workload.candidates, settings.workload.max_length) == (20, 50, 256)
+    assert settings.machine.rerank_queries == 3
+
+
+def test_machine_auto_takes_its_name_from_the_environment(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILERANK_MACHINE", "t4")
+    settings = compose_settings(repository / "conf", ["machine=auto"])
+    assert (settings.machine.name, settings.workload.queries) == ("t4", 300)
+    monkeypatch.delenv("TILERANK_MACHINE")
+    assert compose_settings(repository / "conf", ["machine=auto"]).machine.name == "local"
+
+
+def test_a_failed_composition_leaves_params_alone(repository: Path, tmp_path: Path) -> None:
+    target = tmp_path / "params.yaml"
+    target.write_text("kept", encoding="utf-8")
+    with pytest.raises(TilerankError, match=r"machine=bogus.*auto cpu h200"):
+        compose_file(repository / "conf", target, ["machine=bogus"])
+    with pytest.raises(TilerankError, match=r"workload.candidates: expected int, found 'many'"):
+        compose_file(repository / "conf", target, ["workload.candidates=many"])
+    assert target.read_text(encoding="utf-8") == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["params.yaml"]
+
+
+def test_settings_are_frozen(repository: Path) -> None:
+    settings = load_settings(repository / "params.yaml")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.workload.candidates = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("candidates: 50", "candidates: fifty", r"params\.workload\.candidates: expected int, found 'fifty'"),
+        ("candidates: 50", "candidates: true", r"params\.workload\.candidates: expected int, found True"),
+        ("candidates: 50", "candidate: 50", r"unknown keys \['candidate'\], missing keys \['candidates'\]"),
+        ("kind: bm25", "kind: on", None),  # YAML 1.2: a bare `on` is a string
+        ("machine:\n  name: cpu", "machine: cpu\nother:\n  name: cpu", r"unknown keys \['other'\]"),
+        ("k1: 1.5", "k1: [1.5", r"is not YAML"),
+    ],
+)
+def test_a_bad_value_is_named(repository: Path, tmp_path: Path, old: str, new: str, message: str | None) -> None:
+    text = (repository / "params.yaml").read_text(encoding="utf-8")
+    if old not in text:
+        pytest.skip(f"the committed params.yaml has no {old!r}")
+    path = tmp_path / "params.yaml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    if message is None:
+        assert load_settings(path).retrieval.kind == "on"
+        return
+    with pytest.raises(TilerankError, match=message):
+        load_settings(path)
+
+
+def test_a_missing_file_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(TilerankError, match=r"stages\.compose"):
+        load_settings(tmp_path / "params.yaml")
+
+
+def test_compose_prints_one_line_and_exits_with_1(repository: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "stages.compose", "dataset=nothing"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert len(answer.stderr.splitlines()) == 1, answer.stderr
+    assert "beir pydocs scifact" in answer.stderr
