@@ -114,6 +114,13 @@ def _is_gone(process_tag: str) -> bool:
     return started != "unknown" and _start_time(int(pid)) != started
 
 
+def _lock_file(root: Path) -> Path:
+    """Beside the local store, which copied trees share; stages of one tree that use a server share its root."""
+    uri = tracking_uri(root)
+    store = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else root / STORE_FILE
+    return store.with_name(f"{store.name}.lock")
+
+
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the system frees it when the process ends, however it ends."""
@@ -188,7 +195,7 @@ def stage_run(
     key = pipeline_key(commit, settings)
     own = {_TAG_PROCESS: _process_tag(), _TAG_PIPELINE: key, **{k: str(v) for k, v in tags.items() if v is not None}}
     try:
-        with _lock(root / f".{STORE_FILE}.lock"):
+        with _lock(_lock_file(root)):
             client = _open_client(root)
             experiment_id = _experiment_id(client, root, settings.tracking.experiment)
             _fail_dead_runs(client, experiment_id)

@@ -1,0 +1,63 @@
+"""The whole pipeline on the embedded data set, in a copied tree: build/quickstart/ (`make quickstart`).
+
+Usage: python -m stages.quickstart [hydra overrides]
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+from stages import ROOT
+
+# Attention is checked on the reference only: a GPU kernel is never timed on a CPU, and without nvcc there is none.
+TARGETS = (
+    "prepare_data",
+    "retrieve",
+    "profile_baseline",
+    "evaluate_quality",
+    "bench_rerank",
+    "build_kernels@reference",
+    "bench_attention@reference",
+    "integrate_hf",
+)
+
+
+def _python(folder: str, *arguments: str) -> None:
+    environment = dict(os.environ)
+    environment["MLFLOW_TRACKING_URI"] = environment.get("MLFLOW_TRACKING_URI") or f"sqlite:///{ROOT / 'mlflow.db'}"
+    # DVC runs `python -m stages.<name>`: the interpreter of this environment, whether it is activated or not.
+    environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment.get("PATH", "")
+    environment.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    code = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, check=False).returncode
+    if code != 0:
+        print(f"quickstart: `python {' '.join(arguments)}` ended with exit code {code} in {folder}", file=sys.stderr)
+        sys.exit(1)
+
+
+def main(overrides: list[str]) -> None:
+    from tilerank.errors import TilerankError
+    from tilerank.machine import device_for
+    from tilerank.provenance import write_source_file
+    from tilerank.treecopy import copy_tree
+
+    started = time.monotonic()
+    folder = ROOT / "build" / "quickstart"
+    try:
+        copy_tree(ROOT, folder)
+        write_source_file(ROOT, folder)
+    except TilerankError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        sys.exit(1)
+    machine = "cpu" if device_for("local") == "cpu" else "auto"
+    _python(str(folder), "-m", "stages.compose", "experiment=quickstart", f"machine={machine}", *overrides)
+    _python(str(folder), "-m", "dvc", "repro", "--quiet", *TARGETS)
+    # Alone: all that it depends on would include the stages left out above.
+    _python(str(folder), "-m", "dvc", "repro", "--quiet", "--single-item", "report")
+    _python(str(folder), "-m", "stages.show")
+    print(f"\nReport: {folder / 'reports' / 'index.html'}")
+    print(f"Runs:   `make ui` compares them in MLflow. Took {time.monotonic() - started:.0f} s.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
