@@ -1,0 +1,39 @@
+"""First stage: candidates of every query and their token lengths, data/candidates/{pools.jsonl,lengths.json}."""
+
+from __future__ import annotations
+
+import sys
+
+from stages._run import Stage, stage_main
+from tilerank import data, models, retrieval, token_lengths
+
+
+def run(stage: Stage) -> None:
+    settings = stage.settings
+    model = models.resolve(settings.model, stage.root)
+    dataset = data.load(stage.path("data/canonical"), settings.dataset.name)
+    first = retrieval.first_stage(
+        dataset,
+        settings.retrieval,
+        settings.workload.candidates,
+        drop_self_retrieval=settings.dataset.drop_self_retrieval,
+    )
+    lengths = token_lengths.pool_lengths(dataset, first.pools, model, settings.workload.max_length)
+    with data.whole_folder(stage.out("data/candidates")) as folder:
+        retrieval.write_pools(folder / "pools.jsonl", first.pools)
+        token_lengths.write_lengths(folder / "lengths.json", lengths)
+    empty = sum(not pool.doc_ids for pool in first.pools)
+    if empty:
+        print(f"{stage.name}: {empty} of {len(first.pools)} queries have no candidates and count 0", file=sys.stderr)
+    if lengths.cut_queries:
+        print(
+            f"{stage.name}: {lengths.cut_queries} queries leave no room for a passage in {lengths.max_length} tokens "
+            "and are cut",
+            file=sys.stderr,
+        )
+    record = {"workload": {settings.dataset.name: token_lengths.workload_record(lengths)}, "quality": first.quality}
+    stage.write_metrics({section: figures for section, figures in record.items() if figures})
+
+
+if __name__ == "__main__":
+    stage_main(run)
