@@ -1,0 +1,214 @@
+"""Texts to token ids for a reranker: cut on the passage side, no padding until a batch is formed.
+
+Imports no torch (`load_tokenizer` alone does, through transformers).
+
+The rule. A pair has at most ``max_length`` tokens, separators included, and it is the passage that is cut, as
+transformers does with ``truncation="only_second"``. Where the query leaves no room for a single passage token, the
+longer of the two is cut first (``longest_first``, which sentence-transformers applies to every pair) and a warning
+gives the query's length. Both rules give the same tokens as long as the query has at most half of the room.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tilerank.errors import TilerankError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """``n`` token sequences back to back, without padding."""
+
+    ids: np.ndarray  # [sum of lengths] int32
+    type_ids: np.ndarray  # [sum of lengths] int32; BERT: 0 for the query and its separators, 1 for the passage
+    lengths: np.ndarray  # [n] int64, special tokens included
+    truncated: np.ndarray  # [n] bool: the passage (of a pair) or the text lost tokens
+
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first row of each distinct sequence, and for every sequence its place among these, ``[n]``."""
+        ends = np.cumsum(self.lengths)
+        places: dict[bytes, int] = {}
+        rows, inverse = [], []
+        for row, (end, length) in enumerate(zip(ends, self.lengths, strict=True)):
+            key = self.ids[end - length : end].tobytes() + self.type_ids[end - length : end].tobytes()
+            if key not in places:
+                places[key] = len(rows)
+                rows.append(row)
+            inverse.append(places[key])
+        return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)
+
+    def padded(self, rows: np.ndarray, pad_id: int) -> np.ndarray:
+        """The sequences ``rows``, at least one, as ``[3, len(rows), longest]`` int64: ids, type ids, mask."""
+        lengths = self.lengths[rows]
+        starts = (np.cumsum(self.lengths) - self.lengths)[rows]
+        position = np.arange(lengths.max())
+        valid = position < lengths[:, None]
+        source = (starts[:, None] + position)[valid]
+        batch = np.zeros((3, *valid.shape), dtype=np.int64)
+        batch[0] = pad_id
+        batch[0, valid] = self.ids[source]
+        batch[1, valid] = self.type_ids[source]
+        batch[2] = valid
+        return batch
+
+
+class TextTokenizer:
+    """A `tokenizers.Tokenizer` with this project's truncation (see the module's docstring).
+
+    ``backend`` belongs to this object from here on: its own truncation and padding are switched off, after which it is
+    never changed again, so that several threads may encode. ``cut_from`` is the end at which texts are cut: "right"
+    or "left". Raises ValueError when ``max_length`` leaves no room for one token of each text of a pair.
+    """
+
+    def __init__(self, backend: Tokenizer, max_length: int, *, pad_id: int = 0, cut_from: str = "right") -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.max_length = max_length
+        self.pad_id = pad_id
+        self._backend = backend
+        self._cut_from = cut_from
+        self._one = _Template.of(backend, 1)
+        self._two = _Template.of(backend, 2)
+        shortest = self._two.specials + 2
+        if max_length < shortest:
+            raise ValueError(f"max_length is {max_length}; a pair of one token each takes {shortest}")
+
+    def pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
+        """Encode ``queries[i]`` with ``passages[i]``; warns about each query that had to be cut."""
+        encoded = self._encode([*queries, *passages])
+        query_ids, passage_ids = [encoded[text] for text in queries], [encoded[text] for text in passages]
+        query_counts, passage_counts = _counts(query_ids), _counts(passage_ids)
+        room = self.max_length - self._two.specials
+        query_kept, passage_kept = _share(query_counts, passage_counts, room)
+        for query, count in {q: n for q, n, k in zip(queries, query_counts, query_kept, strict=True) if k < n}.items():
+            _warn_about_query(query, count, f"{room - 1}, which would leave one token for the passage")
+        kept = [self._cut(query_ids, query_kept), self._cut(passage_ids, passage_kept)]
+        return self._two.assemble(kept, passage_kept < passage_counts)
+
+    def texts(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
+        """Encode each text by itself, the queries first; warns about each query that had to be cut."""
+        texts = [*queries, *passages]
+        encoded = self._encode(texts)
+        ids = [encoded[text] for text in texts]
+        counts = _counts(ids)
+        room = self.max_length - self._one.specials
+        kept = np.minimum(counts, room)
+        for query, count in {q: n for q, n in zip(queries, counts, strict=False) if n > room}.items():
+            _warn_about_query(query, count, str(room))
+        return self._one.assemble([self._cut(ids, kept)], kept < counts)
+
+    def _encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        """Token ids of each distinct text, without special tokens."""
+        distinct = list(dict.fromkeys(texts))
+        try:
+            encodings = self._backend.encode_batch_fast(distinct, add_special_tokens=False)
+        except TypeError:
+            # Half of a surrogate pair (text cut inside an emoji, then stored as JSON): encoded as U+FFFD.
+            whole = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in distinct]
+            encodings = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+        return {text: np.array(e.ids, dtype=np.int32) for text, e in zip(distinct, encodings, strict=True)}
+
+    def _cut(self, ids: list[np.ndarray], kept: np.ndarray) -> list[np.ndarray]:
+        if self._cut_from == "left":
+            return [row[len(row) - count :] for row, count in zip(ids, kept, strict=True)]
+        return [row[:count] for row, count in zip(ids, kept, strict=True)]
+
+
+def load_tokenizer(path: Path, max_length: int) -> TextTokenizer:
+    """The tokenizer of the model folder ``path``, as transformers (hence sentence-transformers) builds it.
+
+    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        backend = loaded.backend_tokenizer
+    except Exception as error:  # transformers, tokenizers and the operating system each raise their own
+        raise TilerankError(f"{path}: no usable tokenizer ({' '.join(str(error).split())[:200]})") from error
+    return TextTokenizer(
+        backend,
+        min(max_length, loaded.model_max_length),
+        pad_id=loaded.pad_token_id or 0,
+        cut_from=loaded.truncation_side,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """Special tokens around one text or two, learned from what the tokenizer's post-processor does to a sample."""
+
+    gaps: tuple[np.ndarray, ...]  # ids before, between and after the texts
+    gap_types: tuple[np.ndarray, ...]
+    text_types: tuple[int, ...]
+
+    @property
+    def specials(self) -> int:
+        return sum(len(gap) for gap in self.gaps)
+
+    @staticmethod
+    def of(backend: Tokenizer, texts: int) -> _Template:
+        sample = backend.encode(*["a"] * texts)
+        owner = sample.sequence_ids  # None for a special token
+        ids, types = np.array(sample.ids, dtype=np.int32), np.array(sample.type_ids, dtype=np.int32)
+        spans = [[i for i, text in enumerate(owner) if text == number] for number in range(texts)]
+        if not all(span and span == list(range(span[0], span[-1] + 1)) for span in spans):
+            raise TilerankError(f"the tokenizer does not put {texts} text(s) between special tokens: {sample.tokens}")
+        edges = [0, *(edge for span in spans for edge in (span[0], span[-1] + 1)), len(owner)]
+        gaps = [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        return _Template(
+            tuple(ids[gap] for gap in gaps),
+            tuple(types[gap] for gap in gaps),
+            tuple(int(types[span[0]]) for span in spans),
+        )
+
+    def assemble(self, texts: list[list[np.ndarray]], truncated: np.ndarray) -> Tokens:
+        """``texts[k][i]`` is the k-th text of sequence i, already cut."""
+        counts = np.array([[len(ids) for ids in rows] for rows in texts], dtype=np.int64).reshape(len(texts), -1)
+        widest = int(counts.max(initial=0))
+        constant = [np.full(widest, kind, dtype=np.int32) for kind in self.text_types]
+        ids: list[np.ndarray] = []
+        types: list[np.ndarray] = []
+        for row in zip(*texts, strict=True):
+            for k, text in enumerate(row):
+                ids += (self.gaps[k], text)
+                types += (self.gap_types[k], constant[k][: len(text)])
+            ids.append(self.gaps[-1])
+            types.append(self.gap_types[-1])
+        empty = np.zeros(0, dtype=np.int32)
+        return Tokens(
+            np.concatenate(ids or [empty]), np.concatenate(types or [empty]), counts.sum(0) + self.specials, truncated
+        )
+
+
+def _counts(ids: list[np.ndarray]) -> np.ndarray:
+    return np.array([len(row) for row in ids], dtype=np.int64)
+
+
+def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring."""
+    fits = queries + passages <= room
+    query_fits = queries < room
+    shorter = np.minimum(queries, passages)
+    longer = np.maximum(shorter, room - shorter)
+    halves = shorter + longer > room
+    shorter, longer = np.where(halves, room // 2, shorter), np.where(halves, room - room // 2, longer)
+    query_is_longer = queries > passages
+    query_cut, passage_cut = np.where(query_is_longer, (longer, shorter), (shorter, longer))
+    query_kept = np.where(fits | query_fits, queries, query_cut)
+    passage_kept = np.where(fits, passages, np.where(query_fits, room - queries, passage_cut))
+    return query_kept, passage_kept
+
+
+def _warn_about_query(query: str, count: int, allowed: str) -> None:
+    shown = query if len(query) <= 60 else f"{query[:57]}..."
+    warnings.warn(f"query {shown!r} has {count} tokens, more than {allowed}: it was cut", stacklevel=2)
