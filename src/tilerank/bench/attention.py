@@ -1,0 +1,415 @@
+"""One attention variant on the workload ``seed``: right, and beside every peer.
+
+Where there is a GPU the variant is timed (see `tilerank.bench.timing`): masked with every peer that masks, and
+unmasked with every SDPA backend. Elsewhere its CUDA source runs on the CPU, on lengths that straddle tiles, and
+only its error is recorded: a GPU kernel has no time on a CPU.
+
+Run as a program it launches one variant once, for a profiler to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilerank.bench import attention_peers, floors
+from tilerank.bench.attention_peers import SDPA, Peer
+from tilerank.bench.peers import DTYPES, arithmetic
+from tilerank.bench.timing import Case, EventClock, LaunchRecord, Row, closure_faults, launches, measure, ratio
+from tilerank.bench.workloads import (
+    AttentionInputs,
+    Workload,
+    make_inputs,
+    max_abs_error,
+    reference_attention,
+    seed_workload,
+)
+from tilerank.config import TimingSettings
+from tilerank.errors import TilerankError
+from tilerank.kernels import build, library, registry
+
+# On the CPU: around every tile size in use (16, 32, 64), and nothing at all.
+CHECK_LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65)
+CHECK_HEADS = 2
+
+OURS_FACTOR = 2.0
+"""A variant's error against float64 is at most this many times SDPA's own at the same dtype."""
+
+PEER_FACTOR = 8.0
+"""A peer is only asked to compute the right thing: some keep weights in 16 bit, or sum in another order."""
+
+_ALIGNMENT = 256  # bytes; what the library asks of a workspace
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A prepared call of one variant: nothing is left to allocate."""
+
+    run: Callable[[], torch.Tensor]  # queues the kernel; returns `out`
+    out: torch.Tensor  # padded [B, H, S, D], or packed [T, H, D]
+    layout: str
+    inputs: AttentionInputs  # held here because the library knows only their addresses
+
+    def poison(self) -> None:
+        """Fill the output with NaN, so that an element that is not written shows."""
+        self.out.fill_(float("nan"))
+
+
+def kernel_call(
+    lib: library.Library, row: registry.Row, inputs: AttentionInputs, layout: str, *, masked: bool
+) -> KernelCall:
+    """Prepare ``row`` on ``inputs``; a packed call is always masked. `library.KernelError` when it refuses them."""
+    if layout == "packed":
+        out = torch.empty_like(inputs.packed_q)
+        params, function = _packed_params(inputs, out), lib.attention_varlen
+    else:
+        out = torch.empty_like(inputs.q.transpose(1, 2)).transpose(1, 2)
+        params, function = _padded_params(inputs, out, masked), lib.attention
+    size = lib.workspace_size(row.name, params)
+    workspace = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=out.device)
+    workspace = workspace[-workspace.data_ptr() % _ALIGNMENT :]
+    stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
+
+    def run() -> torch.Tensor:
+        function(row.name, params, workspace.data_ptr(), size, stream)
+        return out
+
+    return KernelCall(run, out, layout, inputs)
+
+
+def _padded_params(inputs: AttentionInputs, out: torch.Tensor, masked: bool) -> library.AttentionParams:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, heads, rows, head_dim = q.shape
+    params = library.AttentionParams(
+        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
+        dtype=_dtype_code(q),
+        scale=head_dim**-0.5,
+        batch=batch,
+        heads=heads,
+        kv_heads=heads,
+        q_len=rows,
+        k_len=rows,
+        head_dim=head_dim,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        out_strides=out.stride()[:3],
+    )
+    if masked:
+        params.key_lengths = inputs.key_lengths.data_ptr()
+        params.key_lengths_type = library.LENGTHS_INT32
+    return params
+
+
+def _packed_params(inputs: AttentionInputs, out: torch.Tensor) -> library.AttentionVarlenParams:
+    q, k, v = inputs.packed_q, inputs.packed_k, inputs.packed_v
+    tokens, heads, head_dim = q.shape
+    bounds = inputs.cu_seqlens.data_ptr()
+    return library.AttentionVarlenParams(
+        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
+        dtype=_dtype_code(q),
+        scale=head_dim**-0.5,
+        batch=inputs.workload.sequences,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        total_q=tokens,
+        total_k=tokens,
+        max_seqlen_q=inputs.max_length,
+        max_seqlen_k=inputs.max_length,
+        q_strides=(q.stride(1), q.stride(0)),
+        k_strides=(k.stride(1), k.stride(0)),
+        v_strides=(v.stride(1), v.stride(0)),
+        out_strides=(out.stride(1), out.stride(0)),
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+    )
+
+
+def _dtype_code(tensor: torch.Tensor) -> int:
+    return library.DTYPE_CODES[next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)]
+
+
+# --- errors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """Float64 results of one workload, and how far SDPA is from them at the workload's dtype."""
+
+    padded: torch.Tensor  # [B, H, S, D]
+    valid: torch.Tensor  # [B, S]
+    sdpa_error: float
+    rounding: float  # one rounding of the largest result to the dtype: allowed where SDPA is exact by luck
+
+    def error(self, out: torch.Tensor, layout: str, *, every_row: bool) -> float:
+        """Largest error of ``out``. Rows of padding queries count with ``every_row``: the interface defines them,
+        but peers leave in them what they like."""
+        if layout == "packed":
+            return max_abs_error(out, self.padded.transpose(1, 2)[self.valid])
+        if every_row:
+            return max_abs_error(out, self.padded)
+        return max_abs_error(out.transpose(1, 2)[self.valid], self.padded.transpose(1, 2)[self.valid])
+
+    def tolerance(self, factor: float) -> float:
+        """What an output may be off by."""
+        return factor * self.sdpa_error + self.rounding
+
+
+def truth(inputs: AttentionInputs, *, masked: bool) -> Truth:
+    """Compute the float64 results and SDPA's error, which counts valid rows only."""
+    padded = reference_attention(inputs, masked=masked)
+    valid = inputs.valid if masked else torch.ones_like(inputs.valid)
+    mask = inputs.valid[:, None, None, :] if masked else None
+    out = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, attn_mask=mask)
+    sdpa_error = max_abs_error(out.transpose(1, 2)[valid], padded.transpose(1, 2)[valid])
+    return Truth(padded, valid, sdpa_error, torch.finfo(inputs.q.dtype).eps * float(padded.abs().amax()))
+
+
+def _our_case(row: registry.Row, call: KernelCall, expected: Truth) -> Case:
+    return Case(
+        row.name,
+        call.run,
+        lambda out: expected.error(out, call.layout, every_row=True),
+        expected.tolerance(OURS_FACTOR),
+        call.poison,
+    )
+
+
+def _peer_cases(peers: Sequence[Peer], expected: Truth) -> list[Case]:
+    return [
+        Case(
+            peer.name,
+            peer.run,
+            lambda out, layout=peer.layout: expected.error(out, layout, every_row=False),
+            expected.tolerance(PEER_FACTOR),
+        )
+        for peer in peers
+        if peer.run is not None
+    ]
+
+
+# --- on a CPU --------------------------------------------------------------------------------------------------
+
+
+def check_variant(row: registry.Row, precision: str) -> dict[str, Any]:
+    """The ladder record of a variant on a machine without a GPU: its error, and ``timed: false``.
+
+    A CUDA row runs from the host build of its source. ``failure`` says what is wrong with the results;
+    ``reason`` why there are none.
+    """
+    record: dict[str, Any] = {"timed": False, "precision": precision}
+    if row.host_exempt is not None:
+        return {**record, "reason": f"not in the host build: {row.host_exempt}"}
+    lib = library.load(build.Target("cpu" if row.device == "cpu" else "host"))
+    head_dim = 32 if row.head_dims is None or 32 in row.head_dims else row.head_dims[0]
+    workload = Workload("check", CHECK_LENGTHS, max(CHECK_LENGTHS), CHECK_HEADS, head_dim)
+    inputs = make_inputs(workload, DTYPES[precision], "cpu")
+    errors, sdpa_errors, failures = [], [], []
+    for layout, masked in _calls_served(row):
+        expected = truth(inputs, masked=masked)
+        call = kernel_call(lib, row, inputs, layout, masked=masked)
+        call.poison()
+        error = expected.error(call.run(), layout, every_row=True)
+        if not error <= expected.tolerance(OURS_FACTOR):
+            kind = "masked" if masked else "unmasked"
+            failures.append(f"{layout} {kind}: error {error:.3g} is above {expected.tolerance(OURS_FACTOR):.3g}")
+            continue
+        errors.append(error)
+        sdpa_errors.append(expected.sdpa_error)
+    if failures:
+        return {**record, "failure": "; ".join(failures)}
+    return {**record, "max_abs_error": max(errors), "sdpa_max_abs_error": max(sdpa_errors)}
+
+
+def _calls_served(row: registry.Row) -> list[tuple[str, bool]]:
+    """(layout, masked) of every kind of call that the row serves."""
+    calls = []
+    if "padded" in row.layouts:
+        calls.append(("padded", False))
+        if "key_lengths" in row.masks:
+            calls.append(("padded", True))
+    if "packed" in row.layouts:
+        calls.append(("packed", True))
+    return calls
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------
+
+
+def kernel_pattern(row: registry.Row) -> str:
+    """What the demangled name of every kernel of a variant contains: kernels live in a namespace of its name."""
+    return f"tilerank::{re.escape(row.name)}::"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Rows of one `measure` call, ours first, and what else is to be told about it."""
+
+    ours: Row
+    peers: tuple[Row, ...]
+    refusals: Mapping[str, str]  # peer -> why it does not take the input
+    expected: Truth
+    faults: tuple[str, ...]  # of our closure; with any, our time does not count
+    launched: LaunchRecord
+
+
+def time_variant(
+    lib: library.Library, row: registry.Row, precision: str, timing: TimingSettings, *, masked: bool
+) -> Timed:
+    """Time one variant beside its peers on workload seed; unmasked takes the padded batch as if all were valid."""
+    workload = seed_workload()
+    layout = "padded" if "padded" in row.layouts else "packed"
+    inputs = make_inputs(workload, DTYPES[precision], "cuda")
+    ours_on = inputs
+    if not masked and layout == "packed":  # a packed kernel sees no padding: give it full sequences instead
+        full = Workload("full", (workload.padded_length,) * workload.sequences, workload.padded_length)
+        ours_on = make_inputs(full, DTYPES[precision], "cuda")  # the same numbers: padding rows are drawn like others
+    with arithmetic(precision):
+        expected = truth(inputs, masked=masked)
+        peers = (attention_peers.masked_peers if masked else attention_peers.unmasked_peers)(inputs)
+        call = kernel_call(lib, row, ours_on, layout, masked=masked)
+        faults = closure_faults(call.run, kernel_pattern(row))
+        cases = [_our_case(row, call, expected), *_peer_cases(peers, expected)]
+        description = f"{row.name} {'masked' if masked else 'unmasked'}"
+        ours, *others = measure(
+            cases, EventClock(timing.flush_mb), warmup=timing.warmup, rounds=timing.rounds, description=description
+        )
+        launched = launches(call.run)
+    refusals = {peer.name: peer.refusal for peer in peers if peer.refusal is not None}
+    return Timed(ours, tuple(others), refusals, expected, faults, launched)
+
+
+def bench_variant(row: registry.Row, precision: str, timing: TimingSettings) -> dict[str, dict[str, Any]]:
+    """Time ``row`` on this machine's GPU: ``{"ladder": record, "peers": record}``.
+
+    The ladder's ``us`` is masked where the variant masks, padded unless it only takes packed input; without a mask
+    it is compared with SDPA without a mask. `TilerankError` when this GPU cannot run the variant.
+    """
+    sm = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if sm < row.min_sm:
+        raise TilerankError(f"variant {row.name} needs compute capability {row.min_sm / 10}; this GPU has {sm / 10}")
+    lib = library.load()
+    masks = "key_lengths" in row.masks or "padded" not in row.layouts
+    unmasked = time_variant(lib, row, precision, timing, masked=False)
+    main = time_variant(lib, row, precision, timing, masked=True) if masks else unmasked
+    ladder = ladder_record(row, precision, main, unmasked)
+    if "us" in ladder:
+        floor = floors.attention_floor(seed_workload(), precision, floors.measured_rates())
+        ladder["floor_us"] = floor.seconds * 1e6
+        ladder["floor_bound"] = floor.bound
+        ladder["share_of_floor"] = ladder["floor_us"] / ladder["us"]
+    peers = {"unmasked": peers_record(unmasked)}
+    if masks:
+        peers["masked"] = peers_record(main)
+    return {"ladder": ladder, "peers": peers}
+
+
+def ladder_record(row: registry.Row, precision: str, main: Timed, unmasked: Timed) -> dict[str, Any]:
+    """``ladder.<variant>`` without registers and spills, which the compiler knows."""
+    record: dict[str, Any] = {
+        "precision": precision,
+        "layout": "padded" if "padded" in row.layouts else "packed",
+        "masked": main is not unmasked,
+        "sdpa_max_abs_error": main.expected.sdpa_error,
+    }
+    failure = main.ours.failure or unmasked.ours.failure
+    faults = (*main.faults, *unmasked.faults)
+    if failure or faults:
+        return {**record, "failure": failure or f"the timed closure {'; '.join(dict.fromkeys(faults))}"}
+    record |= {"max_abs_error": main.ours.error, "unmasked_us": 1e6 * unmasked.ours.spread.median}
+    record |= _times(main.ours)
+    sdpa = next((row for row in main.peers if row.name == SDPA and row.spread is not None), None)
+    if sdpa is not None:
+        speedup = ratio(main.ours.spread, sdpa.spread)
+        record |= {"speedup_vs_sdpa": speedup.value, "speedup_vs_sdpa_is_noise": speedup.is_noise}
+    best = best_peer(main.peers)
+    if best is not None:
+        speedup = ratio(main.ours.spread, best.spread)
+        record |= {
+            "best_peer": best.name,
+            "best_peer_us": 1e6 * best.spread.median,
+            "speedup_vs_best_peer": speedup.value,
+            "speedup_vs_best_peer_is_noise": speedup.is_noise,
+        }
+    kernels = main.launched.kernels
+    record["launches"] = len(kernels)
+    largest = max(kernels, key=lambda kernel: kernel.registers)
+    record |= {
+        "kernel": largest.name,
+        "grid": "x".join(map(str, largest.grid)),
+        "block": "x".join(map(str, largest.block)),
+        "shared_bytes": largest.shared_bytes,
+    }
+    if largest.occupancy is not None:
+        record["occupancy"] = largest.occupancy
+    return record
+
+
+def best_peer(rows: Sequence[Row]) -> Row | None:
+    """The quickest peer that passed its check."""
+    passed = [row for row in rows if row.spread is not None]
+    return min(passed, key=lambda row: row.spread.median, default=None)
+
+
+def peers_record(timed: Timed) -> dict[str, Any]:
+    """Each peer's time with spread and error, FAIL with its reason, or why it does not take the input."""
+    record: dict[str, Any] = {name: {"refused": reason} for name, reason in timed.refusals.items()}
+    for row in timed.peers:
+        if row.spread is None:
+            record[row.name] = {"failure": row.failure}
+        else:
+            record[row.name] = {**_times(row), "max_abs_error": row.error}
+    return record
+
+
+def _times(row: Row) -> dict[str, float | int]:
+    spread = row.spread
+    return {
+        "us": 1e6 * spread.median,
+        "p10_us": 1e6 * spread.p10,
+        "p90_us": 1e6 * spread.p90,
+        "repetitions": spread.repetitions,
+    }
+
+
+def compiled_resources(build_record: Mapping[str, Any], sm: str, kernel: str) -> dict[str, int]:
+    """``registers``, ``spill_bytes`` and ``stack_bytes`` of the launched ``kernel``, from the variant's section of a
+    build_kernels record; empty where nothing was compiled for ``sm`` (``sm_90a``)."""
+    found = build_record.get("archs", {}).get(sm)
+    if found is None:
+        return {}
+    named = next((figures for name, figures in found["kernels"].items() if name in kernel), found)
+    return {name: named[name] for name in ("registers", "spill_bytes", "stack_bytes")}
+
+
+def device_architecture() -> str:
+    """The architecture that this GPU's machine code is compiled for, as the build names it: sm_80, sm_90a."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+
+
+def main() -> None:
+    """Launch one variant once on workload seed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("variant")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16", "bf16"))
+    arguments = parser.parse_args()
+    row = registry.get(arguments.variant)
+    layout = "padded" if "padded" in row.layouts else "packed"
+    inputs = make_inputs(seed_workload(), DTYPES[arguments.precision], "cuda")
+    call = kernel_call(library.load(), row, inputs, layout, masked="key_lengths" in row.masks)
+    call.poison()
+    call.run()
+    torch.cuda.synchronize()
+    if call.out.isnan().any():
+        raise TilerankError(f"variant {row.name} left NaN in its output")
+
+
+if __name__ == "__main__":
+    main()

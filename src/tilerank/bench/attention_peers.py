@@ -1,0 +1,131 @@
+"""Every other attention that accepts a workload, as closures to time beside a variant (CUDA).
+
+A peer that refuses the input is kept with the reason it gave. Building, compiling and the first call happen here,
+never inside a timed closure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tilerank.bench.workloads import AttentionInputs
+
+SDPA = "sdpa"
+"""The name of the peer that everybody has: torch's own choice of backend."""
+
+_BACKENDS = {
+    "sdpa math": "MATH",
+    "sdpa mem-efficient": "EFFICIENT_ATTENTION",
+    "sdpa flash": "FLASH_ATTENTION",
+    "sdpa cudnn": "CUDNN_ATTENTION",
+}
+
+Attention = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to compute the workload. Exactly one of ``run`` and ``refusal`` is given."""
+
+    name: str
+    layout: str  # padded: run returns [B, H, S, D]; packed: [T, H, D]
+    run: Attention | None
+    refusal: str | None = None
+
+
+def masked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
+    """Peers that leave padding keys out: a boolean key mask, a block mask, or packed input."""
+    mask = inputs.valid[:, None, None, :]
+    return tuple(
+        _tried(name, layout, make)
+        for name, layout, make in [
+            *((name, "padded", make) for name, make in _sdpa_makers(inputs, mask)),
+            ("flex key mask", "padded", lambda: _flex(inputs, hide_queries=False)),
+            ("flex key+query mask", "padded", lambda: _flex(inputs, hide_queries=True)),
+            ("mem-efficient packed", "packed", lambda: _efficient_packed(inputs)),
+            ("varlen flash", "packed", lambda: _varlen(inputs)),
+        ]
+    )
+
+
+def unmasked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
+    """Peers over the padded batch as if every key were valid."""
+    return tuple(_tried(name, "padded", make) for name, make in _sdpa_makers(inputs, None))
+
+
+def _tried(name: str, layout: str, make: Callable[[], Attention]) -> Peer:
+    """The peer after one call, or why it refuses; torch gives its reasons as warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run = make()
+            run()
+            torch.cuda.synchronize()
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError, AttributeError) as error:
+            reasons = [str(error), *(str(warning.message) for warning in caught)]
+            return Peer(name, layout, None, " | ".join(" ".join(reason.split())[:200] for reason in reasons))
+    return Peer(name, layout, run)
+
+
+def _sdpa_makers(inputs: AttentionInputs, mask: torch.Tensor | None) -> Iterator[tuple[str, Callable[[], Attention]]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def default() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    yield SDPA, lambda: default
+
+    def restricted(name: str) -> Attention:
+        backend = getattr(SDPBackend, name)
+
+        def run() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return default()
+
+        return run
+
+    for name, backend in _BACKENDS.items():
+        yield name, lambda backend=backend: restricted(backend)
+
+
+def _flex(inputs: AttentionInputs, *, hide_queries: bool) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    lengths, (batch, _, rows, _) = inputs.key_lengths, inputs.q.shape
+
+    def keys(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return k < lengths[b]
+
+    def keys_and_queries(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k < lengths[b]) & (q < lengths[b])
+
+    rule = keys_and_queries if hide_queries else keys
+    blocks = create_block_mask(rule, batch, None, rows, rows, device=inputs.q.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(inputs.q, inputs.k, inputs.v, block_mask=blocks)
+
+
+def _efficient_packed(inputs: AttentionInputs) -> Attention:
+    q, k, v = (packed[None] for packed in (inputs.packed_q, inputs.packed_k, inputs.packed_v))
+    bounds, longest = inputs.cu_seqlens, inputs.max_length
+    forward = torch.ops.aten._efficient_attention_forward
+
+    def run() -> torch.Tensor:
+        # bias, bounds and lengths of queries and keys, no dropout, mask type 0 (none)
+        return forward(q, k, v, None, bounds, bounds, longest, longest, 0.0, 0)[0][0]
+
+    return run
+
+
+def _varlen(inputs: AttentionInputs) -> Attention:
+    attention = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    q, k, v = inputs.packed_q, inputs.packed_k, inputs.packed_v
+    bounds, longest = inputs.cu_seqlens, inputs.max_length
+    return lambda: attention(q, k, v, bounds, bounds, longest, longest)

@@ -1,0 +1,37 @@
+"""One query's passages, raw text in and scores out: the reranker beside sentence-transformers and a tuned peer."""
+
+from stages._run import Stage, stage_main
+
+
+def run(stage: Stage) -> None:
+    from tilerank import data, models, quality, retrieval
+    from tilerank.bench import rerank
+    from tilerank.machine import device_for
+
+    settings = stage.settings
+    workload, machine = settings.workload, settings.machine
+    dataset = data.load(stage.path("data/canonical"), settings.dataset.name)
+    pools = retrieval.read_pools(stage.path("data/candidates/pools.jsonl"))
+    calls = rerank.calls_of(quality.make_task(dataset, pools, machine.rerank_queries))
+    model = models.resolve(settings.model, stage.root)
+    device = device_for(machine.name)
+    setup = rerank.RerankSetup(
+        path=model.path,
+        kind=model.kind,
+        device=device,
+        max_length=workload.max_length,
+        attention=settings.kernel.variant,
+        batch_size=workload.batch_size,
+    )
+    reference = rerank.reference_scores(setup, calls)
+    record = {}
+    for precision in workload.precisions:
+        times = rerank.bench_precision(setup, precision, calls, reference, machine.rerank_rounds)
+        record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
+        if device == "cuda":
+            record.setdefault("memory", {})[precision] = rerank.memory_record(setup, precision, calls)
+    stage.write_metrics(record)
+
+
+if __name__ == "__main__":
+    stage_main(run, belongs_to_machine=True)

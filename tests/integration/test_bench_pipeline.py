@@ -1,0 +1,241 @@
+"""Peers, the end-to-end benchmark and the baseline profile, on small random models and real tokenizers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilerank.bench import baseline, rerank
+from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
+from tilerank.bench.rerank import CROSS_ENCODER, OURS, TUNED, Call, RerankSetup
+from tilerank.bench.timing import Row
+from tilerank.errors import TilerankError
+from tilerank.profiling import NsysError, run_nsys
+from tilerank.quality import Task
+
+WORDS = ("does", "aspirin", "reduce", "fever", "in", "adults", "the", "of", "with", "infection", "heart", "risk")
+QUERY = "does aspirin reduce fever"
+PASSAGES = ("aspirin", "", "the heart of the infection " * 3, "fever in adults with infection risk " * 9, "risk " * 60)
+SCORERS = (HuggingFaceScorer, SentenceTransformersScorer, TunedScorer)
+
+
+@pytest.fixture(scope="module", params=["cross-encoder", "bi-encoder"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A random two-layer BERT of either kind; wide initial weights, so that wrong attention shows in the scores."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys([*special, *WORDS]))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    path = tmp_path_factory.mktemp(request.param)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        **{f"{name.strip('[]').lower()}_token": name for name in special},
+    ).save_pretrained(path)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    family = BertForSequenceClassification if request.param == "cross-encoder" else BertModel
+    family(config).save_pretrained(path)
+    return path, request.param
+
+
+def setup_of(model: tuple[Path, str], batch_size: int = 4) -> RerankSetup:
+    path, kind = model
+    return RerankSetup(path, kind, "cpu", max_length=48, attention="sdpa", batch_size=batch_size)
+
+
+def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
+    path, kind = model
+    exact = HuggingFaceScorer(path, kind, "fp64", "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
+    assert exact.dtype == np.float64
+    assert len(set(exact.round(3))) == len(PASSAGES)  # the passages can be told apart
+    for scorer in SCORERS:
+        scores = scorer(path, kind, "fp32", "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
+        assert scores.dtype == np.float32
+        assert np.abs(scores - exact).max() < 1e-4, scorer.__name__
+        half = scorer(path, kind, "bf16", "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
+        assert 1e-4 < np.abs(half - exact).max() < 1, scorer.__name__  # the dtype asked for is the one that runs
+        assert scorer(path, kind, "fp32", "cpu", 48).score(QUERY, ()).shape == (0,)
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_peers_refuse_what_they_cannot_run(model: tuple[Path, str], scorer: type):
+    path, kind = model
+    with pytest.raises(ValueError, match="int8"):
+        scorer(path, kind, "int8", "cpu", 48)
+    with pytest.raises(ValueError, match="batch_size"):
+        scorer(path, kind, "fp32", "cpu", 48, batch_size=0)
+
+
+def test_arithmetic_restores_the_process_setting():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with arithmetic("tf32"):
+        assert matmul.fp32_precision == "tf32"
+        with arithmetic("fp32"):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    assert matmul.fp32_precision == before
+
+
+def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rerank, "BATCH_SIZES", (2, 4))
+    setup = setup_of(model)
+    calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
+    record = rerank.bench_precision(setup, "fp32", calls, rerank.reference_scores(setup, calls), rounds=3)
+    assert "failures" not in record
+    assert record["repetitions"] == 6
+    assert 0 < record["p10_ms"] <= record["ms"] <= record["p90_ms"]
+    for name in (CROSS_ENCODER, TUNED):
+        assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
+        assert record["batch_sizes"][name] in (2, 4)
+        assert record["max_abs_error"][name] <= record["tolerance"]
+    assert 0 < record["pairs_per_s"] < 1e6
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_wrong_reranker_has_no_time(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rerank, "BATCH_SIZES", (4,))
+    setup = setup_of(model)
+    calls = (Call(QUERY, PASSAGES),)
+    reference = rerank.reference_scores(setup, calls)
+    right = rerank._ours(setup, "fp32")
+    monkeypatch.setattr(rerank, "_ours", lambda *_: lambda call: right(call)[::-1])
+    record = rerank.bench_precision(setup, "fp32", calls, reference, rounds=2)
+    assert "above" in record["failures"][OURS]
+    assert not {"ms", "p90_ms", "pairs_per_s", "speedup_vs_tuned_peer"} & set(record)
+    assert record["tuned_peer_ms"] > 0
+
+
+def test_summarise_pools_calls_and_names_noise():
+    def rows(name: str, *seconds: tuple[float, ...]) -> list[Row]:
+        return [Row(name, times, error=1e-6, tolerance=1e-5) for times in seconds]
+
+    record = rerank.summarise(
+        {
+            OURS: rows(OURS, (0.1, 0.1), (0.3, 0.3)),
+            CROSS_ENCODER: rows(CROSS_ENCODER, (0.4, 0.4), (0.8, 0.8)),
+            TUNED: rows(TUNED, (0.05, 0.2), (0.1, 0.9)),
+        },
+        pairs=80,
+    )
+    assert record["ms"] == pytest.approx(200)
+    assert record["speedup_vs_cross_encoder"] == pytest.approx(3)
+    assert record["pairs_per_s"] == pytest.approx(100)
+    assert record["noise"] == ["speedup_vs_tuned_peer"]
+
+
+def test_calls_of_leaves_out_queries_without_candidates():
+    task = Task({}, {"q1": "one", "q2": "two"}, {"q1": (), "q2": ("d1",)}, {"d1": "text"})
+    assert rerank.calls_of(task) == (Call("two", ("text",)),)
+    with pytest.raises(TilerankError, match="nothing to time"):
+        rerank.calls_of(Task({}, {"q1": "one"}, {"q1": ()}, {}))
+
+
+def test_profile_accounts_for_all_of_the_time(model: tuple[Path, str], tmp_path: Path):
+    trace = tmp_path / "trace.json.gz"
+    calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES))
+    record = baseline.profile_baseline(setup_of(model, batch_size=64), calls, rounds=2, trace=trace)
+    within = record["within_forward"]
+    assert sum(within.values()) == pytest.approx(1)
+    assert all(within[name] > 0 for name in ("attention", "gemm", "norm", "activation", "other", "host"))
+    assert record["tokenize_share"] > record["tensors_share"] > 0
+    assert record["tokenize_share"] + record["forward_share"] < 1
+    assert record["attention_share"] == pytest.approx(record["forward_share"] * within["attention"])
+    assert record["amdahl_ceiling"] == pytest.approx(1 / (1 - record["attention_share"]))
+    assert record["repetitions"] == 4
+    assert record["process_peak_mb"] > 50
+    json.dumps(record, allow_nan=False)
+    with gzip.open(trace, "rt", encoding="utf-8") as stream:
+        names = {event["name"] for event in json.load(stream)["traceEvents"]}
+    assert {"tokenize", "tensors", "forward", "scores", "aten::scaled_dot_product_attention"} <= names
+
+
+def test_operators_belong_to_the_outermost_class():
+    assert baseline.operator_class(["aten::addmm", "aten::linear", "forward"]) == "gemm"
+    assert baseline.operator_class(["aten::bmm", "aten::matmul", "aten::scaled_dot_product_attention"]) == "attention"
+    assert baseline.operator_class(["aten::native_layer_norm", "aten::layer_norm"]) == "norm"
+    assert baseline.operator_class(["aten::add", "forward"]) == "other"
+
+
+def test_gpu_shares_come_from_unprofiled_wall_times():
+    """On a GPU the profiler slows the host: what counts is kernel time over the forward's time without it."""
+    steps = {"tokenize": 0.030, "tensors": 0.010, "transfer": 0.0, "forward": 0.060, "scores": 0.0}
+    times = [baseline.StepTimes(steps, enqueue=0.055)] * 3
+    classes = {"attention": 0.015, "gemm": 0.020, "norm": 0.0, "activation": 0.0, "other": 0.005}
+    seen = baseline.ForwardProfile(calls=1, wall=0.500, classes=classes, launches=80, operators=400)
+    record = baseline.profile_record(times, [0.060], seen, "cuda")
+    assert record["within_forward"]["attention"] == pytest.approx(0.25)
+    assert record["within_forward"]["host"] == pytest.approx(1 / 3)
+    assert record["attention_share"] == pytest.approx(0.15)
+    assert record["gemm_share"] == pytest.approx(0.20)
+    assert record["tokenize_share"] == pytest.approx(0.40)
+    assert record["amdahl_ceiling"] == pytest.approx(1 / 0.85)
+    assert (record["launches"], record["device_ms"], record["host_ms"]) == (80, pytest.approx(40), pytest.approx(55))
+
+
+def test_the_timeline_driver_makes_the_calls_it_is_given(
+    model: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = tmp_path / "calls.json"
+    setup, call = setup_of(model), Call(QUERY, PASSAGES)
+    baseline.write_calls(calls, setup, [call, call])
+    made = []
+    monkeypatch.setattr(baseline, "time_steps", lambda scorer, call, device: made.append((call, device)))
+    monkeypatch.setattr(baseline, "make_scorer", lambda given: made.append(given))
+    monkeypatch.setattr(sys, "argv", ["baseline", str(calls)])
+    baseline.main()
+    assert made == [setup, (call, "cpu"), (call, "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('for a in "$@"; do case $a in --output=*) touch "${a#--output=}.nsys-rep";; esac; done', None),
+        ('for a in "$@"; do case $a in --output=*) touch "${a#--output=}.qdstrm";; esac; done; echo sorry', "sorry"),
+        ("echo 'no permission' >&2; exit 2", "exit code 2: no permission"),
+        (None, "not on the PATH"),
+    ],
+)
+def test_a_timeline_or_the_reason_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, reason: str | None
+):
+    if body is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        tool = tmp_path / "nsys"
+        tool.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    if reason is None:
+        assert run_nsys(["true"], tmp_path / "timeline") == tmp_path / "timeline.nsys-rep"
+    else:
+        with pytest.raises(NsysError, match=reason):
+            run_nsys(["true"], tmp_path / "timeline")
