@@ -1,0 +1,206 @@
+/* tilerank: attention for reranking, as a plain C interface.
+ *
+ * The library knows pointers, sizes, strides, a workspace and a stream; it knows no framework.
+ *
+ * What every function keeps to:
+ *   - It allocates nothing, waits for nothing, reads no environment variable, and never runs another
+ *     variant than the one named.
+ *   - It returns a status. On anything but TILERANK_OK nothing was launched or written, and
+ *     tilerank_last_error() names the field, its value and the values allowed.
+ *   - It may be called from several threads at once.
+ *
+ * What attention means (cuda/attention/reference.cc is the executable definition):
+ *   out[b,h,i,:] = sum over visible j of softmax_j(scale * <q[b,h,i,:], k[b,g,j,:]> + mask[b,h,i,j]) * v[b,g,j,:]
+ *   with g = h / (heads / kv_heads). Key j is visible to query i when all of these hold:
+ *     - j < the key length of the sequence;
+ *     - without `causal`, or j <= i (both counted from the start of their own sequence);
+ *     - the mask there is true (boolean) or above minus infinity (additive).
+ *   Invisible keys and values never reach the result, whatever their memory holds. A query that sees
+ *   no key gives a row of zeros.
+ */
+#ifndef TILERANK_H
+#define TILERANK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define TILERANK_API __declspec(dllexport)
+#else
+#define TILERANK_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a struct or a function below changes in a way that old callers would notice. */
+#define TILERANK_ABI_VERSION 1
+
+/* The largest head dimension that any variant serves. */
+#define TILERANK_MAX_HEAD_DIM 256
+
+/* What a call returns. */
+typedef int32_t tilerank_status;
+enum {
+    TILERANK_OK = 0,
+    TILERANK_INVALID_ARGUMENT = 1, /* a size, stride, pointer or enumerator no variant could accept */
+    TILERANK_UNKNOWN_VARIANT = 2,  /* no variant of that name is in this library */
+    TILERANK_UNSUPPORTED = 3,      /* valid, but the named variant does not serve it; another one may */
+    TILERANK_WORKSPACE = 4,        /* the workspace is missing or smaller than asked for */
+    TILERANK_LAUNCH_FAILED = 5     /* the device refused the launch; the message has its reason */
+};
+
+/* Element type of q, k, v and out. Sums are kept in fp32 (double in the reference). */
+enum { TILERANK_FP32 = 0, TILERANK_FP16 = 1, TILERANK_BF16 = 2 };
+
+/* Element type of key_lengths. */
+enum { TILERANK_LENGTHS_NONE = 0, TILERANK_LENGTHS_INT32 = 1, TILERANK_LENGTHS_INT64 = 2 };
+
+/* Element type of the mask. BOOL: one byte each, non-zero = may be seen. The others are added to the
+ * scaled scores; minus infinity hides a key. */
+enum {
+    TILERANK_MASK_NONE = 0,
+    TILERANK_MASK_BOOL = 1,
+    TILERANK_MASK_FP32 = 2,
+    TILERANK_MASK_FP16 = 3,
+    TILERANK_MASK_BF16 = 4
+};
+
+/* Where a variant reads and writes: every pointer of a call lies there. */
+enum { TILERANK_DEVICE_CPU = 0, TILERANK_DEVICE_CUDA = 1 };
+
+/* Bits of tilerank_variant.layouts. */
+enum { TILERANK_LAYOUT_PADDED = 1, TILERANK_LAYOUT_PACKED = 2 };
+
+/* Bits of tilerank_variant.masks: the restrictions that a variant can apply. */
+enum {
+    TILERANK_SERVES_KEY_LENGTHS = 1,
+    TILERANK_SERVES_CAUSAL = 2,
+    TILERANK_SERVES_BOOLEAN = 4,
+    TILERANK_SERVES_ADDITIVE = 8
+};
+
+/* What one row of cuda/registry.yaml says, for the rows this library holds. */
+typedef struct tilerank_variant {
+    const char* name;       /* the row's key, and the name that calls use */
+    const char* file;       /* its source below cuda/ */
+    int32_t device;         /* TILERANK_DEVICE_... ; CUDA also in the host build, whose pointers are CPU memory */
+    int32_t min_sm;         /* lowest compute capability times ten, e.g. 75; 0 on the CPU */
+    uint32_t dtypes;        /* bit (1 << TILERANK_FP32), ... */
+    uint32_t layouts;       /* TILERANK_LAYOUT_... bits */
+    uint32_t masks;         /* TILERANK_SERVES_... bits */
+    int32_t head_dim_count; /* entries of head_dims; 0: every head_dim from 1 to TILERANK_MAX_HEAD_DIM */
+    const int32_t* head_dims;
+    int64_t max_k_len; /* longest key sequence served; 0: no limit */
+} tilerank_variant;
+
+/* Attention over a padded batch.
+ * Shapes: q and out [batch, heads, q_len, head_dim]; k and v [batch, kv_heads, k_len, head_dim].
+ * The last dimension is contiguous; the others are reached by strides counted in elements, in the order
+ * batch, head, token. Memory laid out [batch, token, head, head_dim] is therefore served in place.
+ * Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_attention_params {
+    const void* q; /* may be unaligned to more than its element size, like k, v and out */
+    const void* k;
+    const void* v;
+    void* out;            /* must not overlap an input; every row is written */
+    int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of q, k, v and out */
+    int32_t causal;       /* 0, or 1: query i sees keys 0..i only */
+    double scale;         /* factor on the scores, usually 1/sqrt(head_dim); finite */
+    int64_t batch;        /* >= 0; 0: success, nothing is done */
+    int64_t heads;        /* >= 1, a multiple of kv_heads */
+    int64_t kv_heads;     /* >= 1 */
+    int64_t q_len;        /* >= 0; 0: success, nothing is done */
+    int64_t k_len;        /* >= 0; 0: out is zeros */
+    int64_t head_dim;     /* 1 to TILERANK_MAX_HEAD_DIM */
+    int64_t q_strides[3]; /* elements between batches, heads, tokens; 0 repeats (broadcast) */
+    int64_t k_strides[3];
+    int64_t v_strides[3];
+    int64_t out_strides[3];   /* at least head_dim, in either direction, wherever there is more than one row */
+    const void* key_lengths;  /* [batch], contiguous: key j of batch b counts if j < key_lengths[b]; values are
+                                 clamped to 0..k_len. NULL: every key counts */
+    const void* mask;         /* [batch, heads, q_len, k_len] through mask_strides; NULL: none */
+    int32_t key_lengths_type; /* TILERANK_LENGTHS_INT32 or INT64; NONE exactly when key_lengths is NULL */
+    int32_t mask_type;        /* TILERANK_MASK_...; NONE exactly when mask is NULL */
+    int64_t mask_strides[4];  /* elements between batches, heads, queries, keys; 0 repeats (broadcast) */
+} tilerank_attention_params;
+
+/* Attention over sequences packed one after another, without padding.
+ * Shapes: q and out [total_q, heads, head_dim]; k and v [total_k, kv_heads, head_dim]. Sequence s has the
+ * queries cu_seqlens_q[s] .. cu_seqlens_q[s+1]-1 and the keys cu_seqlens_k[s] .. cu_seqlens_k[s+1]-1.
+ * Values in cu_seqlens are clamped to what was announced (0..total, not falling, at most max_seqlen a
+ * sequence), so that wrong ones never cause an access out of bounds; rows of out that no sequence covers
+ * are left as they were. */
+typedef struct tilerank_attention_varlen_params {
+    const void* q;
+    const void* k;
+    const void* v;
+    void* out;            /* must not overlap an input */
+    int32_t dtype;        /* as in tilerank_attention_params */
+    int32_t causal;       /* as there; i and j count from the start of the sequence */
+    double scale;         /* as there */
+    int64_t batch;        /* number of sequences, >= 0 */
+    int64_t heads;        /* >= 1, a multiple of kv_heads */
+    int64_t kv_heads;     /* >= 1 */
+    int64_t head_dim;     /* 1 to TILERANK_MAX_HEAD_DIM */
+    int64_t total_q;      /* rows of q and out, >= 0 */
+    int64_t total_k;      /* rows of k and v, >= 0 */
+    int64_t max_seqlen_q; /* at least the longest query sequence: it sizes the launch */
+    int64_t max_seqlen_k; /* at least the longest key sequence */
+    int64_t q_strides[2]; /* elements between heads, tokens */
+    int64_t k_strides[2];
+    int64_t v_strides[2];
+    int64_t out_strides[2];      /* at least head_dim, in either direction, wherever there is more than one row */
+    const int32_t* cu_seqlens_q; /* [batch + 1], contiguous, on the variant's device */
+    const int32_t* cu_seqlens_k; /* [batch + 1] */
+} tilerank_attention_varlen_params;
+
+/* TILERANK_ABI_VERSION of the library. A caller whose header says otherwise must not call on. */
+TILERANK_API int32_t tilerank_abi_version(void);
+
+/* Digest of the sources, compilers and flags the library was built from. */
+TILERANK_API const char* tilerank_build_id(void);
+
+/* "cuda"; "host" (the CUDA sources run on the CPU, for tests); or "cpu" (the reference only). */
+TILERANK_API const char* tilerank_backend(void);
+
+/* The architectures that device code was compiled for, e.g. "75-real 90a-real 90-virtual"; "" without any. */
+TILERANK_API const char* tilerank_archs(void);
+
+/* Why the last refused call of this thread was refused; "" before any. Valid until the thread's next call. */
+TILERANK_API const char* tilerank_last_error(void);
+
+/* The attention variants in this library, in the order of the registry. */
+TILERANK_API int32_t tilerank_attention_variant_count(void);
+
+/* One of them; NULL when index is not in 0..count-1. The memory is the library's own and lasts as long. */
+TILERANK_API const tilerank_variant* tilerank_attention_variant(int32_t index);
+
+/* Bytes of workspace that the call below needs for these parameters (often 0).
+ * variant: a name from the list above.
+ * bytes:   where the answer goes; must not be NULL. Pointers in params are not followed. */
+TILERANK_API tilerank_status tilerank_attention_workspace_size(const char* variant,
+                                                               const tilerank_attention_params* params, size_t* bytes);
+TILERANK_API tilerank_status tilerank_attention_varlen_workspace_size(const char* variant,
+                                                                      const tilerank_attention_varlen_params* params,
+                                                                      size_t* bytes);
+
+/* Queue the operation on a stream (a CPU variant has finished it on return and ignores the stream).
+ * variant:         a name from the list above.
+ * params:          read before the call returns; its pointers must stay valid until the work is done.
+ * workspace:       memory on the variant's device, 256-byte aligned, not used by any other call at the same
+ *                  time; may be NULL when no bytes are needed.
+ * workspace_bytes: its size; at least what the function above says.
+ * stream:          a cudaStream_t of the current device; NULL is the default stream. */
+TILERANK_API tilerank_status tilerank_attention(const char* variant, const tilerank_attention_params* params,
+                                                void* workspace, size_t workspace_bytes, void* stream);
+TILERANK_API tilerank_status tilerank_attention_varlen(const char* variant,
+                                                       const tilerank_attention_varlen_params* params, void* workspace,
+                                                       size_t workspace_bytes, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* TILERANK_H */

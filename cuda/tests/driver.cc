@@ -1,0 +1,411 @@
+// Every variant against the reference, in one small program for compute-sanitizer, AddressSanitizer and the like: no
+// Python, no framework, exact-size buffers.
+//
+//     driver [--variant NAME] [--lengths 0,1,33] [--list]
+//
+// Lengths straddle the tiles that kernels use. Each case runs what the variant's row says that it serves: dtypes, head
+// dims, layouts, and restrictions one by one and all together. Exit code 1 when a value is wrong, 2 for bad arguments.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tilerank.h"
+
+#if defined(TILERANK_DRIVER_CUDA)
+#include <cuda_runtime.h>
+#endif
+
+namespace {
+
+[[noreturn]] void stop(const char* what, const char* why) {
+    std::fprintf(stderr, "driver: %s: %s\n", what, why);
+    std::exit(2);
+}
+
+// ---- Memory where the variants run: the GPU's, or the CPU's when the CUDA sources were built for it ----
+
+#if defined(TILERANK_DRIVER_CUDA)
+void check_cuda(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) stop(what, cudaGetErrorString(error));
+}
+void* allocate(size_t bytes) {
+    void* pointer = nullptr;
+    check_cuda(cudaMalloc(&pointer, bytes), "cudaMalloc");
+    return pointer;
+}
+void release(void* pointer) { check_cuda(cudaFree(pointer), "cudaFree"); }
+void copy_in(void* to, const void* from, size_t bytes) {
+    check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+}
+void copy_out(void* to, const void* from, size_t bytes) {
+    check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+}
+int device_sm() {
+    int major = 0;
+    int minor = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
+    return 10 * major + minor;
+}
+#else
+void* allocate(size_t bytes) { return std::malloc(bytes); }
+void release(void* pointer) { std::free(pointer); }
+void copy_in(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
+void copy_out(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
+int device_sm() { return 1000; }
+#endif
+
+// A copy of `bytes` in the variants' memory, exactly as large, freed at the end of its scope. Null when empty.
+class DeviceBuffer {
+  public:
+    template <typename Element>
+    explicit DeviceBuffer(const std::vector<Element>& content) : bytes_(content.size() * sizeof(Element)) {
+        if (bytes_ == 0) return;
+        pointer_ = allocate(bytes_);
+        copy_in(pointer_, content.data(), bytes_);
+    }
+    ~DeviceBuffer() {
+        if (pointer_ != nullptr) release(pointer_);
+    }
+    DeviceBuffer(const DeviceBuffer&) = delete;
+    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+    void* get() const { return pointer_; }
+    template <typename Element>
+    void read(std::vector<Element>* into) const {
+        if (bytes_ > 0) copy_out(into->data(), pointer_, bytes_);
+    }
+
+  private:
+    void* pointer_ = nullptr;
+    size_t bytes_;
+};
+
+// ---- Elements ----
+
+using Bytes = std::vector<uint8_t>;
+
+size_t element_size(int dtype) { return dtype == TILERANK_FP32 ? 4 : 2; }
+
+// Writes a number that every dtype holds exactly (eighths of small magnitude, infinities, NaN).
+void put(Bytes* bytes, int dtype, size_t at, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (dtype == TILERANK_FP32) {
+        std::memcpy(bytes->data() + 4 * at, &bits, 4);
+        return;
+    }
+    uint16_t narrow = static_cast<uint16_t>(bits >> 16);  // bf16
+    if (dtype == TILERANK_FP16) {
+        const uint32_t exponent = bits >> 23 & 255;
+        const uint32_t fraction = bits >> 13 & 1023;
+        narrow = static_cast<uint16_t>((bits >> 16 & 0x8000) | (exponent == 255 ? 0x7c00 | fraction
+                                                                : exponent == 0 ? 0
+                                                                                : (exponent - 112) << 10 | fraction));
+    }
+    std::memcpy(bytes->data() + 2 * at, &narrow, 2);
+}
+
+float get(const Bytes& bytes, int dtype, size_t at) {
+    uint32_t bits = 0;
+    if (dtype == TILERANK_FP32) {
+        std::memcpy(&bits, bytes.data() + 4 * at, 4);
+    } else {
+        uint16_t narrow;
+        std::memcpy(&narrow, bytes.data() + 2 * at, 2);
+        if (dtype == TILERANK_FP16) {
+            const int exponent = narrow >> 10 & 31;
+            const float fraction = static_cast<float>(narrow & 1023);
+            const float sign = narrow & 0x8000 ? -1.0f : 1.0f;
+            if (exponent == 31) return fraction == 0 ? sign * INFINITY : NAN;
+            return sign * std::ldexp(exponent == 0 ? fraction : 1024 + fraction, (exponent == 0 ? 1 : exponent) - 25);
+        }
+        bits = static_cast<uint32_t>(narrow) << 16;
+    }
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+struct Random {
+    uint64_t state;
+    uint32_t next() {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<uint32_t>(state >> 33);
+    }
+};
+
+Bytes random_values(Random* random, int dtype, size_t count) {
+    Bytes bytes(count * element_size(dtype));
+    for (size_t i = 0; i < count; ++i) put(&bytes, dtype, i, static_cast<float>(random->next() % 33) / 8.0f - 2.0f);
+    return bytes;
+}
+
+// ---- Cases ----
+
+struct Case {
+    int dtype;
+    int head_dim;
+    int length;
+    bool packed;
+    uint32_t masks;  // TILERANK_SERVES_... bits
+};
+
+constexpr const char* kDtypeNames[] = {"fp32", "fp16", "bf16"};
+// Above these a result is wrong, not merely rounded: values are at most 2, sums are kept in fp32, weights and results
+// may each be rounded to the dtype once (2^-11 and 2^-8 relative).
+constexpr double kTolerances[] = {1e-5, 4e-3, 3e-2};
+constexpr size_t kGuard = 64;  // elements behind out that no kernel may touch
+
+std::string describe(const Case& c) {
+    std::string text = kDtypeNames[c.dtype];
+    text += ", head_dim " + std::to_string(c.head_dim) + ", length " + std::to_string(c.length);
+    text += c.packed ? ", packed" : ", padded";
+    if (c.masks & TILERANK_SERVES_KEY_LENGTHS) text += ", key_lengths";
+    if (c.masks & TILERANK_SERVES_CAUSAL) text += ", causal";
+    if (c.masks & TILERANK_SERVES_BOOLEAN) text += ", boolean";
+    if (c.masks & TILERANK_SERVES_ADDITIVE) text += ", additive";
+    return text;
+}
+
+// The inputs of a case, and the reference's answer.
+struct Problem {
+    tilerank_attention_params padded = {};
+    tilerank_attention_varlen_params packed = {};
+    Bytes q, k, v, out, mask;
+    std::vector<int32_t> key_lengths, offsets;
+    size_t out_elements = 0;
+
+    explicit Problem(const Case& c) {
+        Random random{static_cast<uint64_t>(c.length * 7919 + c.head_dim * 31 + c.dtype)};
+        const bool small = c.length < 128;  // long sequences get one head: the reference takes its time
+        const int64_t heads = small ? 4 : 1;
+        const int64_t kv_heads = small ? 2 : 1;
+        const int64_t length = c.length;
+        const int64_t dim = c.head_dim;
+        const int64_t batch = c.packed ? 3 : (small ? 2 : 1);
+        offsets = {0, c.length, c.length + 1, c.length + 1 + c.length / 2};
+        const int64_t rows = c.packed ? offsets.back() : batch * length;
+        q = random_values(&random, c.dtype, static_cast<size_t>(rows * heads * dim));
+        k = random_values(&random, c.dtype, static_cast<size_t>(rows * kv_heads * dim));
+        v = random_values(&random, c.dtype, static_cast<size_t>(rows * kv_heads * dim));
+        out_elements = static_cast<size_t>(rows * heads * dim);
+        out = Bytes((out_elements + kGuard) * element_size(c.dtype));
+        for (size_t i = 0; i < out_elements + kGuard; ++i) put(&out, c.dtype, i, NAN);
+        const double scale = 1.0 / std::sqrt(static_cast<double>(dim));
+        const int32_t causal = c.masks & TILERANK_SERVES_CAUSAL ? 1 : 0;
+
+        packed.dtype = c.dtype, packed.causal = causal, packed.scale = scale;
+        packed.batch = batch, packed.heads = heads, packed.kv_heads = kv_heads, packed.head_dim = dim;
+        packed.total_q = packed.total_k = rows;
+        packed.max_seqlen_q = packed.max_seqlen_k = length > 1 ? length : 1;
+        packed.q_strides[0] = packed.out_strides[0] = packed.k_strides[0] = packed.v_strides[0] = dim;
+        packed.q_strides[1] = packed.out_strides[1] = heads * dim;
+        packed.k_strides[1] = packed.v_strides[1] = kv_heads * dim;
+
+        // [batch, token, head, dim] in memory, as models hold it.
+        padded.dtype = c.dtype, padded.causal = causal, padded.scale = scale;
+        padded.batch = batch, padded.heads = heads, padded.kv_heads = kv_heads;
+        padded.q_len = padded.k_len = length, padded.head_dim = dim;
+        padded.q_strides[0] = padded.out_strides[0] = length * heads * dim;
+        padded.q_strides[1] = padded.out_strides[1] = dim;
+        padded.q_strides[2] = padded.out_strides[2] = heads * dim;
+        padded.k_strides[0] = padded.v_strides[0] = length * kv_heads * dim;
+        padded.k_strides[1] = padded.v_strides[1] = dim;
+        padded.k_strides[2] = padded.v_strides[2] = kv_heads * dim;
+        if (c.masks & TILERANK_SERVES_KEY_LENGTHS) {
+            padded.key_lengths_type = TILERANK_LENGTHS_INT32;
+            key_lengths = {c.length - c.length / 3, c.length / 2};
+            key_lengths.resize(static_cast<size_t>(batch));
+        }
+        const bool boolean = c.masks & TILERANK_SERVES_BOOLEAN;
+        if (boolean || c.masks & TILERANK_SERVES_ADDITIVE) {
+            padded.mask_type = boolean ? TILERANK_MASK_BOOL : TILERANK_MASK_FP32;
+            const size_t entries = static_cast<size_t>(batch * length * length);  // one for all heads
+            mask = Bytes(entries * (boolean ? 1 : 4));
+            for (size_t i = 0; i < entries; ++i) {
+                const uint32_t draw = random.next() % 8;
+                if (boolean) {
+                    mask[i] = draw < 5;
+                } else {
+                    put(&mask, TILERANK_FP32, i, draw < 5 ? static_cast<float>(draw) / 4.0f : -INFINITY);
+                }
+            }
+            padded.mask_strides[0] = length * length;
+            padded.mask_strides[2] = length;
+            padded.mask_strides[3] = 1;
+        }
+    }
+
+    // Runs a variant on the given memory and returns the call's status.
+    tilerank_status run(const char* variant, const Case& c, const void* q_at, const void* k_at, const void* v_at,
+                        void* out_at, const void* lengths_at, const void* mask_at, const void* offsets_at) {
+        size_t bytes = 0;
+        tilerank_status status;
+        padded.q = packed.q = q_at, padded.k = packed.k = k_at, padded.v = packed.v = v_at;
+        padded.out = packed.out = out_at;
+        padded.key_lengths = key_lengths.empty() ? nullptr : lengths_at;
+        padded.mask = padded.mask_type == TILERANK_MASK_NONE ? nullptr : mask_at;
+        packed.cu_seqlens_q = packed.cu_seqlens_k = static_cast<const int32_t*>(offsets_at);
+        status = c.packed ? tilerank_attention_varlen_workspace_size(variant, &packed, &bytes)
+                          : tilerank_attention_workspace_size(variant, &padded, &bytes);
+        if (status != TILERANK_OK) return status;
+        const DeviceBuffer workspace{Bytes(bytes)};
+        return c.packed ? tilerank_attention_varlen(variant, &packed, workspace.get(), bytes, nullptr)
+                        : tilerank_attention(variant, &padded, workspace.get(), bytes, nullptr);
+    }
+};
+
+// The worst difference from the reference, or infinity with the reason on stderr.
+double run_case(const char* variant, const Case& c, Problem* problem, const Bytes& expected) {
+    const DeviceBuffer q(problem->q), k(problem->k), v(problem->v), out(problem->out), mask(problem->mask);
+    const DeviceBuffer lengths(problem->key_lengths), offsets(problem->offsets);
+    const tilerank_status status =
+        problem->run(variant, c, q.get(), k.get(), v.get(), out.get(), lengths.get(), mask.get(), offsets.get());
+    if (status != TILERANK_OK) {
+        std::fprintf(stderr, "%s: %s: status %d: %s\n", variant, describe(c).c_str(), static_cast<int>(status),
+                     tilerank_last_error());
+        return INFINITY;
+    }
+    Bytes result(problem->out.size());
+    out.read(&result);  // on a GPU this waits for the kernel
+    double worst = 0.0;
+    for (size_t i = 0; i < problem->out_elements + kGuard; ++i) {
+        const double value = get(result, c.dtype, i);
+        if (i >= problem->out_elements) {
+            if (std::isnan(value)) continue;
+            std::fprintf(stderr, "%s: %s: wrote %g behind the end of out\n", variant, describe(c).c_str(), value);
+            return INFINITY;
+        }
+        const double difference = std::fabs(value - get(expected, c.dtype, i));
+        if (!(difference <= kTolerances[c.dtype])) {
+            std::fprintf(stderr, "%s: %s: element %zu is %g, expected %g\n", variant, describe(c).c_str(), i, value,
+                         static_cast<double>(get(expected, c.dtype, i)));
+            return INFINITY;
+        }
+        worst = difference > worst ? difference : worst;
+    }
+    return worst;
+}
+
+// Head dims to run at a length: those of the row's list; for a row that serves any, the usual one, and at short lengths
+// an odd one and the largest.
+std::vector<int> dims_of(const tilerank_variant& row, int length) {
+    if (row.head_dim_count > 0) return {row.head_dims, row.head_dims + row.head_dim_count};
+    if (length < 33) return {32, 7, TILERANK_MAX_HEAD_DIM};
+    return {32};
+}
+
+// Each restriction that the row serves alone, and those that can go together: one mask at a time.
+std::vector<uint32_t> masks_of(const tilerank_variant& row, bool packed) {
+    const uint32_t served = packed ? row.masks & TILERANK_SERVES_CAUSAL : row.masks;
+    std::vector<uint32_t> masks = {0};
+    for (const uint32_t bit :
+         {TILERANK_SERVES_KEY_LENGTHS, TILERANK_SERVES_CAUSAL, TILERANK_SERVES_BOOLEAN, TILERANK_SERVES_ADDITIVE}) {
+        if (served & bit) masks.push_back(bit);
+    }
+    const uint32_t together = served & ~static_cast<uint32_t>(TILERANK_SERVES_ADDITIVE);
+    if ((together & (together - 1)) != 0) masks.push_back(together);
+    return masks;
+}
+
+struct Tally {
+    int cases = 0;
+    int wrong = 0;
+    double worst[3] = {0, 0, 0};
+};
+
+std::vector<int> parse_lengths(const char* text) {
+    std::vector<int> lengths;
+    for (const char* at = text; *at != '\0';) {
+        char* end = nullptr;
+        const long value = std::strtol(at, &end, 10);
+        if (end == at || value < 0 || value > 65536) stop("--lengths", "expected numbers from 0 to 65536, like 0,1,33");
+        lengths.push_back(static_cast<int>(value));
+        at = *end == ',' ? end + 1 : end;
+    }
+    return lengths;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    std::vector<int> lengths = {0, 1, 31, 32, 33, 48, 63, 64, 65, 511, 512};
+    const char* only = nullptr;
+    for (int i = 1; i < argc; ++i) {
+        if (std::strcmp(argv[i], "--variant") == 0 && i + 1 < argc) {
+            only = argv[++i];
+        } else if (std::strcmp(argv[i], "--lengths") == 0 && i + 1 < argc) {
+            lengths = parse_lengths(argv[++i]);
+        } else if (std::strcmp(argv[i], "--list") == 0) {
+            for (int32_t row = 0; row < tilerank_attention_variant_count(); ++row) {
+                std::printf("%s\n", tilerank_attention_variant(row)->name);
+            }
+            return 0;
+        } else {
+            stop(argv[i], "not understood; allowed: --variant NAME, --lengths LIST, --list");
+        }
+    }
+
+    std::vector<const tilerank_variant*> rows;
+    for (int32_t i = 0; i < tilerank_attention_variant_count(); ++i) {
+        const tilerank_variant* row = tilerank_attention_variant(i);
+        if (row->device != TILERANK_DEVICE_CUDA || (only != nullptr && std::strcmp(row->name, only) != 0)) continue;
+        if (row->min_sm > device_sm()) {
+            std::printf("%s: not run, it needs compute capability %d.%d\n", row->name, row->min_sm / 10,
+                        row->min_sm % 10);
+            continue;
+        }
+        rows.push_back(row);
+    }
+    if (rows.empty()) stop(only == nullptr ? "variants" : only, "this library has nothing of that name to run here");
+
+    std::map<std::string, Tally> tallies;
+    for (const int length : lengths) {
+        for (int dtype = TILERANK_FP32; dtype <= TILERANK_BF16; ++dtype) {
+            // By case, so that the reference computes each once for all variants.
+            std::map<std::string, Bytes> expected;
+            for (const tilerank_variant* row : rows) {
+                if (!(row->dtypes & (1u << dtype)) || (row->max_k_len > 0 && length > row->max_k_len)) continue;
+                for (const int layout : {TILERANK_LAYOUT_PADDED, TILERANK_LAYOUT_PACKED}) {
+                    if (!(row->layouts & static_cast<uint32_t>(layout))) continue;
+                    const bool packed = layout == TILERANK_LAYOUT_PACKED;
+                    for (const int head_dim : dims_of(*row, length)) {
+                        for (const uint32_t masks : masks_of(*row, packed)) {
+                            const Case c{dtype, head_dim, length, packed, masks};
+                            Problem problem(c);
+                            Bytes& answer = expected[describe(c)];
+                            if (answer.empty()) {
+                                answer = problem.out;
+                                const Problem& p = problem;
+                                if (problem.run("reference", c, p.q.data(), p.k.data(), p.v.data(), answer.data(),
+                                                p.key_lengths.data(), p.mask.data(), p.offsets.data()) != TILERANK_OK) {
+                                    stop("reference", tilerank_last_error());
+                                }
+                            }
+                            Tally& tally = tallies[row->name];
+                            const double error = run_case(row->name, c, &problem, answer);
+                            ++tally.cases;
+                            tally.wrong += std::isinf(error);
+                            if (!std::isinf(error) && error > tally.worst[dtype]) tally.worst[dtype] = error;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    int wrong = 0;
+    for (const tilerank_variant* row : rows) {
+        const Tally& tally = tallies[row->name];
+        std::printf("%s: %d cases, %d wrong, largest difference from the reference: fp32 %.3g, fp16 %.3g, bf16 %.3g\n",
+                    row->name, tally.cases, tally.wrong, tally.worst[0], tally.worst[1], tally.worst[2]);
+        wrong += tally.wrong;
+    }
+    return wrong == 0 ? 0 : 1;
+}

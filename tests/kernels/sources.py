@@ -1,0 +1,21 @@
+"""Copies of the kernels' sources that a test may edit and build."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from tilerank.kernels import registry
+
+
+def copy_with_rows(folder: Path, *names: str) -> Path:
+    """Copy ``cuda/`` into ``folder``, its registry cut down to the attention rows ``names``: quick to build."""
+    source = folder / "cuda"
+    shutil.copytree(registry.cuda_dir(), source, ignore=shutil.ignore_patterns("__pycache__"))
+    path = source / "registry.yaml"
+    rows = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["variants"]["attention"]
+    with path.open("w", encoding="utf-8") as file:
+        YAML().dump({"variants": {"attention": {name: rows[name] for name in names}}}, file)
+    return source

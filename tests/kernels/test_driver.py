@@ -1,0 +1,79 @@
+"""The driver, which runs every variant against the reference without Python: under sanitizers, and that it can fail."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from kernels.sources import copy_with_rows
+
+from tilerank.kernels import build, registry
+
+pytestmark = pytest.mark.slow
+
+
+def build_driver(source: Path, folder: Path, sanitize: str = "") -> Path:
+    tools = build._toolchain(False)
+    options = {"TILERANK_BACKEND": "host", "TILERANK_DRIVER": "ON", "TILERANK_SANITIZE": sanitize}
+    options |= {
+        "CMAKE_MAKE_PROGRAM": tools.ninja,
+        "CMAKE_CXX_COMPILER": tools.cxx,
+        "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
+    }
+    definitions = [f"-D{name}={value}" for name, value in options.items()]
+    for command in (
+        [tools.cmake, "-G", "Ninja", "-S", source, "-B", folder, *definitions],
+        [tools.ninja, "-C", folder],
+    ):
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, env=build.environment())
+        assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-1000:]
+    return folder / "driver"
+
+
+def run_driver(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *options], capture_output=True, text=True, check=False)
+
+
+def test_every_variant_agrees_with_the_reference_under_sanitizers(tmp_path: Path) -> None:
+    program = build_driver(registry.cuda_dir(), tmp_path, "address,undefined")
+    answer = run_driver(program, "--lengths", "0,1,33")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "runtime error" not in answer.stderr, answer.stderr
+    ran = {line.split(":")[0]: line for line in answer.stdout.splitlines()}
+    for row in registry.attention_rows():
+        if row.device == "cuda" and row.host_exempt is None:
+            assert " 0 wrong" in ran[row.name]
+            assert ": 0 cases" not in ran[row.name]
+
+
+@pytest.fixture(scope="module")
+def faulty_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A driver whose naive kernel forgets the third key in the sum of weights."""
+    folder = tmp_path_factory.mktemp("faulty")
+    source = copy_with_rows(folder, "reference", "naive")
+    naive = source / registry.get("naive").file
+    text = naive.read_text(encoding="utf-8")
+    assert text.count("row_sum += weight;") == 1
+    naive.write_text(text.replace("row_sum += weight;", "row_sum += key == 2 ? 0.0f : weight;"), encoding="utf-8")
+    return build_driver(source, folder / "build")
+
+
+def test_a_wrong_kernel_is_seen(faulty_driver: Path) -> None:
+    few = run_driver(faulty_driver, "--variant", "naive", "--lengths", "1")
+    assert few.returncode == 0, few.stderr
+    many = run_driver(faulty_driver, "--lengths", "4")
+    assert many.returncode == 1
+    assert "naive: fp32, head_dim 32, length 4, padded: element " in many.stderr
+
+
+def test_bad_arguments_are_refused(faulty_driver: Path) -> None:
+    for options, message in (
+        (["--variant", "fastest"], "driver: fastest: this library has nothing of that name to run here"),
+        (["--lengths", "1,x"], "driver: --lengths: expected numbers from 0 to 65536"),
+        (["--help"], "driver: --help: not understood; allowed: --variant NAME, --lengths LIST, --list"),
+    ):
+        answer = run_driver(faulty_driver, *options)
+        assert answer.returncode == 2
+        assert message in answer.stderr
+    assert run_driver(faulty_driver, "--list").stdout.split() == ["reference", "naive"]
