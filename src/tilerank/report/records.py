@@ -1,0 +1,119 @@
+"""The committed records of one machine: reading them, and the summary that they add up to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tilerank.errors import TilerankError
+
+SUMMARY_FILE = "summary.json"
+
+SECTIONS = (
+    *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
+    *("quality", "memory", "block", "bert_large", "micro"),
+)
+"""The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+
+Summary: TypeAlias = Mapping[str, Any]
+"""Nested: section -> ... -> number, string, boolean or list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One metrics file."""
+
+    name: str  # file name without .json: the stage, and the variant where there is one
+    values: Mapping[str, Any]  # without the provenance
+    provenance: Mapping[str, Any]  # as recorded; empty when the file has none
+
+
+def read_records(folder: Path) -> tuple[Record, ...]:
+    """Every metrics file of ``folder`` (metrics/<machine>) but the summary, by name; none when there is no folder.
+
+    Raises `TilerankError` for a file that is not a JSON object.
+    """
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        if path.name == SUMMARY_FILE or path.name.startswith("."):
+            continue
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TilerankError(f"{path} cannot be read ({error}); run its stage again or `git checkout` it") from error
+        if not isinstance(values, dict):
+            raise TilerankError(f"{path}: expected a JSON object, found {type(values).__name__}; run its stage again")
+        provenance = values.pop("provenance", {})
+        records.append(Record(path.stem, values, provenance))
+    return tuple(records)
+
+
+def merge(records: Sequence[Record]) -> dict[str, Any]:
+    """The summary contract's sections of all records in one mapping.
+
+    Raises `TilerankError` when two records disagree about a key, or one holds a null.
+    """
+    merged: dict[str, Any] = {}
+    writers: dict[str, str] = {}
+    for record in records:
+        for section in SECTIONS:
+            if section in record.values:
+                _add(merged, section, record.values[section], section, record.name, writers)
+    return merged
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """What `merge` gives without its lists (histograms, names of noisy ratios), for ``dvc metrics diff``."""
+    return _without_lists(merge(records))
+
+
+def _without_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in values.items():
+        value = _without_lists(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, list) and value != {}:
+            kept[key] = value
+    return kept
+
+
+def _add(target: dict[str, Any], key: str, value: Any, dotted: str, writer: str, writers: dict[str, str]) -> None:
+    if value is None:
+        raise TilerankError(f"{writer}.json: {dotted} is null; a key without a measurement must be absent")
+    present = target.get(key)
+    if isinstance(value, Mapping) and (present is None or isinstance(present, dict)):
+        nested = target.setdefault(key, {})
+        writers.setdefault(dotted, writer)
+        for name, item in value.items():
+            _add(nested, name, item, f"{dotted}.{name}", writer, writers)
+    elif key not in target:
+        target[key] = value
+        writers[dotted] = writer
+    elif present != value:
+        raise TilerankError(
+            f"{writers[dotted]}.json and {writer}.json disagree about {dotted}: {_shown(present)} and {_shown(value)}; "
+            "one of them is out of date, run its stage again"
+        )
+
+
+def _shown(value: Any) -> str:
+    return "a section" if isinstance(value, Mapping) else json.dumps(value)
+
+
+def lookup(summary: Mapping[str, Any], dotted: str) -> Any:
+    """The value at a dotted key, or None when it is absent."""
+    value: Any = summary
+    for key in dotted.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def sources(records: Sequence[Record], section: str) -> tuple[Record, ...]:
+    """The records that hold something of ``section`` (a dotted key)."""
+    return tuple(record for record in records if lookup(record.values, section) is not None)

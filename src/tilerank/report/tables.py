@@ -1,0 +1,498 @@
+"""The tables: which figures of the summary stand in which, under what heading, in what unit.
+
+One description serves the README (Markdown), the page (HTML) and the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
+
+ABSENT = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of each row."""
+
+    heading: str
+    key: str
+    show: Callable[[Any], str]
+
+
+Entries: TypeAlias = Callable[[Mapping[str, Any], Sequence[str]], list[tuple[str, Mapping[str, Any]]]]
+"""(section, ladder order) -> (row label, figures by key) of every row."""
+
+
+def keyed(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for every mapping in the section: in the given order, then precisions, numbers and names."""
+
+    def place(key: str) -> tuple[int, float, str]:
+        if key in order:
+            return 0, order.index(key), ""
+        if key in PRECISIONS:
+            return 1, PRECISIONS.index(key), ""
+        digits = key.split("x")[0]
+        return (2, int(digits), key) if digits.isdecimal() else (3, 0, key)
+
+    return [(key, section[key]) for key in sorted(section, key=place) if isinstance(section[key], Mapping)]
+
+
+def keyed_twice(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for every mapping two levels down, labelled by both keys."""
+    return [
+        (f"{outer.replace('_', '-')} {inner}", figures)
+        for outer, values in keyed(section, order)
+        for inner, figures in keyed(values, order)
+    ]
+
+
+def whole(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The section itself is the only row."""
+    return [("share", section)]
+
+
+def ladder_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The variants, and last the best one that uses no tensor core."""
+    rungs = keyed({name: values for name, values in section.items() if name != "best_ffma"}, order)
+    best = section.get("best_ffma")
+    return rungs if best is None else [*rungs, (f"best FFMA: {best.get('variant', ABSENT)}", best)]
+
+
+def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The first stage on all its queries, the unmodified model, then every scorer at every precision."""
+    first_stage = {"ndcg10": "bm25_ndcg10", "recall50": "bm25_recall50"}
+    unmodified = {
+        "ndcg10": "baseline_ndcg10",
+        "mrr10": "baseline_mrr10",
+        "recall10": "baseline_recall10",
+        "queries": "queries",
+    }
+    fixed = [("BM25, all queries of the split", first_stage), ("unmodified model, fp32", unmodified)]
+    return [
+        *((label, {column: section[key] for column, key in keys.items() if key in section}) for label, keys in fixed),
+        *keyed_twice(section, order),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """How one section of the summary becomes a table."""
+
+    name: str  # the section's key, the README marker's name and the page's anchor
+    title: str
+    stage: str  # that records it, for the list of what is absent
+    row_heading: str
+    columns: tuple[Column, ...]
+    note: str = ""  # what the figures mean; never a figure
+    facts: tuple[Column, ...] = ()  # figures of the section as a whole, told below the table
+    entries: Entries = keyed
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of texts."""
+
+    name: str
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def count(value: float) -> str:
+    """1,234"""
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """Three significant digits, all digits before the point: 1,234 · 56.7 · 0.123"""
+    size = abs(value)
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    return f"{value:,.{decimals}f}"
+
+
+def ratio(value: float) -> str:
+    """A speed-up: theirs / ours."""
+    return f"{value:.2f}×"
+
+
+def share(value: float) -> str:
+    """A share of one, as per cent."""
+    return f"{100 * value:.1f} %"
+
+
+def measure(value: float) -> str:
+    """A ranking measure: four digits."""
+    return f"{value:.4f}"
+
+
+def signed(value: float) -> str:
+    """A difference of ranking measures."""
+    return f"{value:+.4f}"
+
+
+def error(value: float) -> str:
+    """A numerical error."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def text(value: Any) -> str:
+    """A name, as recorded."""
+    return str(value)
+
+
+def timeline(value: Mapping[str, Any]) -> str:
+    """Where the tool's file is, or the reason why there is none."""
+    return str(value["file"]) if value["available"] else f"not available ({value['reason']})"
+
+
+QUALITY_COLUMNS = (
+    Column("nDCG@10", "ndcg10", measure),
+    Column("difference, low", "ndcg10_diff_low", signed),
+    Column("difference, high", "ndcg10_diff_high", signed),
+    Column("RR@10", "mrr10", measure),
+    Column("R@10", "recall10", measure),
+    Column("R@50", "recall50", measure),
+    Column("top ten equal", "top10_exact", share),
+    Column("of these by ties", "top10_ties", count),
+    Column("largest logit difference", "max_abs_logit_diff", error),
+    Column("Kendall's tau", "kendall_tau", measure),
+    Column("queries", "queries", count),
+)
+
+TABLES = (
+    TableSpec(
+        "workload",
+        "Workload",
+        "retrieve",
+        "workload",
+        (
+            Column("sequences", "sequences", count),
+            Column("tokens", "tokens", count),
+            Column("mean tokens", "mean_tokens", short),
+            Column("padded rows", "padded_rows", short),
+            Column("square ratio", "square_ratio", measure),
+        ),
+        "Padded rows are shorter than the batch's padded length; the square ratio is the share of a padded batch's "
+        "attention scores that belong to real tokens.",
+    ),
+    TableSpec(
+        "profile",
+        "Where the time goes",
+        "profile_baseline",
+        "unmodified pipeline",
+        (
+            Column("tokenizer call", "tokenize_share", share),
+            Column("of it, building tensors", "tensors_share", share),
+            Column("forward pass", "forward_share", share),
+            Column("attention, of the whole", "attention_share", share),
+            Column("matrix products, of the whole", "gemm_share", share),
+            Column("ceiling for a faster attention", "amdahl_ceiling", ratio),
+        ),
+        "Shares of one query's time from raw text to scores. The ceiling is Amdahl's law: the gain if attention "
+        "took no time at all.",
+        facts=(
+            Column("Queries", "queries", count),
+            Column("peak memory of the device, MB", "peak_mb", short),
+            Column("peak memory of the process, MB", "process_peak_mb", short),
+            Column("operator calls a query", "operators", count),
+            Column("kernel launches a query", "launches", count),
+            Column("Nsight Systems timeline", "nsys", timeline),
+        ),
+        entries=whole,
+    ),
+    TableSpec(
+        "ladder",
+        "The ladder (fp32, workload seed)",
+        "bench_attention",
+        "variant",
+        (
+            Column("µs", "us", short),
+            Column("unmasked, µs", "unmasked_us", short),
+            Column("against SDPA", "speedup_vs_sdpa", ratio),
+            Column("against the best fp32 peer", "speedup_vs_best_fp32_peer", ratio),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
+            Column("registers", "registers", count),
+            Column("spilled bytes", "spill_bytes", count),
+            Column("occupancy", "occupancy", share),
+        ),
+        "Medians, cold L2; errors against float64. Speed-ups are SDPA's time / the variant's.",
+        entries=ladder_entries,
+    ),
+    TableSpec(
+        "attention",
+        "Attention alone (packed, workload seed)",
+        "bench_attention",
+        "precision",
+        (
+            Column("variant", "variant", text),
+            Column("µs", "us", short),
+            Column("padded, µs", "padded_us", short),
+            Column("best peer", "best_peer", text),
+            Column("best peer, µs", "best_peer_us", short),
+            Column("against it", "speedup_vs_best_peer", ratio),
+            Column("against SDPA, masked", "speedup_vs_sdpa_masked", ratio),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
+            Column("floor, µs", "floor_us", short),
+            Column("share of the floor", "share_of_floor", share),
+        ),
+        "The floor is the largest of bytes, exponentials and products over the rates measured on this machine.",
+    ),
+    TableSpec(
+        "drop_in",
+        "transformers with only its attention swapped (padded)",
+        "integrate_hf",
+        "precision",
+        (
+            Column("ms", "ms", short),
+            Column("unmodified, ms", "baseline_ms", short),
+            Column("speed-up", "speedup", ratio),
+            Column("predicted by Amdahl's law", "predicted_speedup", ratio),
+        ),
+    ),
+    TableSpec(
+        "forward",
+        "The whole forward pass (workload seed)",
+        "bench_rerank",
+        "precision",
+        (
+            Column("ms", "ms", short),
+            Column("transformers sdpa, ms", "transformers_sdpa_ms", short),
+            Column("packed library, ms", "packed_library_ms", short),
+            Column("against transformers", "speedup_vs_transformers_sdpa", ratio),
+            Column("against the packed library", "speedup_vs_packed_library", ratio),
+        ),
+    ),
+    TableSpec(
+        "rerank",
+        "One query from raw text to scores",
+        "bench_rerank",
+        "precision",
+        (
+            Column("median, ms", "ms", short),
+            Column("p90, ms", "p90_ms", short),
+            Column("passages cached, ms", "cached_ms", short),
+            Column("sentence-transformers, ms", "cross_encoder_ms", short),
+            Column("tuned peer, ms", "tuned_peer_ms", short),
+            Column("against sentence-transformers", "speedup_vs_cross_encoder", ratio),
+            Column("against the tuned peer", "speedup_vs_tuned_peer", ratio),
+            Column("pairs a second", "pairs_per_s", short),
+        ),
+        "All scorers in one process, interleaved, at the same precision. Speed-ups are theirs / ours.",
+    ),
+    TableSpec(
+        "quality",
+        "Ranking quality",
+        "evaluate_quality",
+        "scorer",
+        QUALITY_COLUMNS,
+        "The difference is the 95 % bootstrap interval of nDCG@10 against the unmodified fp32 model, paired over "
+        "queries. Top ten equal: the share of queries with the unmodified model's ordered top ten, neighbours that "
+        "numerical noise can exchange counted as ties.",
+        facts=(
+            Column("Queries with candidates", "queries_with_results", count),
+            Column("judged documents missing from the corpus", "missing_documents", count),
+            Column("relevant documents that are among the candidates", "candidates_recall", share),
+        ),
+        entries=quality_entries,
+    ),
+    TableSpec(
+        "memory",
+        "Peak memory",
+        "bench_rerank",
+        "precision",
+        (Column("MB", "peak_mb", short), Column("unmodified, MB", "baseline_peak_mb", short)),
+    ),
+    TableSpec(
+        "block",
+        "The fused attention block",
+        "bench_block",
+        "precision",
+        (
+            Column("µs", "us", short),
+            Column("launches", "launches", count),
+            Column("unfused, µs", "unfused_us", short),
+            Column("unfused launches", "unfused_launches", count),
+        ),
+    ),
+    TableSpec(
+        "bert_large",
+        "BERT-large, tokens a second",
+        "bench_bert_large",
+        "sequence",
+        (
+            Column("tokens/s", "tokens_per_s", count),
+            Column("best peer", "best_peer", text),
+            Column("best peer, tokens/s", "best_peer_tokens_per_s", count),
+            Column("against it", "speedup_vs_best_peer", ratio),
+            Column("eager, tokens/s", "eager_tokens_per_s", count),
+        ),
+    ),
+    TableSpec(
+        "micro",
+        "Attention over lengths and head dims",
+        "bench_micro",
+        "case",
+        (
+            Column("µs", "us", short),
+            Column("best peer", "best_peer", text),
+            Column("best peer, µs", "best_peer_us", short),
+            Column("eager, µs", "eager_us", short),
+        ),
+        entries=keyed_twice,
+    ),
+)
+
+
+def build_table(spec: TableSpec, summary: Summary, order: Sequence[str] = ()) -> Table | None:
+    """The table, or None when the summary has no row for it. Columns that no row has are left out.
+
+    order: the ladder's variants from the first rung on; others follow by name.
+    """
+    section = summary.get(spec.name, {})
+    entries = [
+        (label, values)
+        for label, values in spec.entries(section, order)
+        if any(_cell(column, values) != ABSENT for column in spec.columns)
+    ]
+    if not entries:
+        return None
+    columns = [column for column in spec.columns if any(_cell(column, values) != ABSENT for _, values in entries)]
+    rows = tuple((label, *(_cell(column, values) for column in columns)) for label, values in entries)
+    facts = [f"{fact.heading}: {fact.show(section[fact.key])}" for fact in spec.facts if fact.key in section]
+    reasons = [f"FAIL, {label}: {reason}" for label, values in entries for reason in _failures(values)]
+    told = ["; ".join(lines) + "." for lines in (facts, reasons) if lines]
+    note = " ".join(filter(None, [spec.note, *told]))
+    return Table(spec.name, spec.title, (spec.row_heading, *(column.heading for column in columns)), rows, note)
+
+
+def _cell(column: Column, values: Mapping[str, Any]) -> str:
+    """The figure as text; FAIL for the time of what failed its check; a ratio within the spread is called noise."""
+    key = column.key
+    if key in values:
+        noise = key in values.get("noise", ()) or values.get(f"{key}_is_noise", False)
+        return column.show(values[key]) + (" (noise)" if noise else "")
+    measured = "tilerank" if key == "ms" else key.removesuffix("_ms")
+    failed = measured in values.get("failures", {}) or ("failure" in values and key in ("us", "ms"))
+    return "FAIL" if failed else ABSENT
+
+
+def _failures(values: Mapping[str, Any]) -> list[str]:
+    """Why rows failed their check: one reason, or one for each of several things measured."""
+    several = [f"{name}: {reason}" for name, reason in values.get("failures", {}).items()]
+    return [values["failure"], *several] if "failure" in values else several
+
+
+def build_tables(summary: Summary, order: Sequence[str] = ()) -> tuple[Table, ...]:
+    """Every table that the summary has figures for, in the page's order."""
+    return tuple(table for spec in TABLES if (table := build_table(spec, summary, order)) is not None)
+
+
+def headline(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """The few figures that a reader looks for first, as (label, value); only those that were measured."""
+    found: list[tuple[str, str]] = []
+
+    def add(label: str, key: str, show: Callable[[Any], str]) -> None:
+        value = lookup(summary, key)
+        if value is not None:
+            found.append((label, show(value)))
+
+    for precision in PRECISIONS:
+        add(f"one query, raw text to scores, {precision}", f"rerank.{precision}.ms", lambda value: f"{short(value)} ms")
+        add(f"against sentence-transformers, {precision}", f"rerank.{precision}.speedup_vs_cross_encoder", ratio)
+        add(f"attention against its best peer, {precision}", f"attention.{precision}.speedup_vs_best_peer", ratio)
+    add("best rung without tensor cores, against SDPA", "ladder.best_ffma.speedup_vs_sdpa", ratio)
+    add("nDCG@10, unmodified model", "quality.baseline_ndcg10", measure)
+    for precision in PRECISIONS:
+        add(f"nDCG@10, tilerank, {precision}", f"quality.reranker.{precision}.ndcg10", measure)
+    add("attention's share of the time", "profile.attention_share", share)
+    add("most that a faster attention can gain", "profile.amdahl_ceiling", ratio)
+    return tuple(found)
+
+
+def absent_sections(summary: Summary) -> tuple[TableSpec, ...]:
+    """What this record has no figures for."""
+    return tuple(spec for spec in TABLES if build_table(spec, summary) is None)
+
+
+def commit_text(provenance: Mapping[str, Any]) -> str:
+    """The commit's first ten digits; changed sources are never passed off as the commit itself."""
+    commit = provenance.get("commit")
+    if not commit:
+        return "sources without a commit"
+    return f"commit {commit[:10]}" + (" with changes" if provenance.get("dirty") else "")
+
+
+def origins(records: Sequence[Record]) -> tuple[tuple[str, str], ...]:
+    """(record names, device, driver, torch, commit and date in one line), records of one origin together."""
+    together: dict[str, list[str]] = {}
+    for record in records:
+        values = record.provenance
+        parts = [str(values.get("gpu") or values.get("cpu") or "")]
+        parts += [f"{name} {values[name]}" for name in ("driver", "torch") if name in values]
+        parts += [commit_text(values), str(values.get("time", ""))[:10]]
+        together.setdefault(", ".join(filter(None, parts)), []).append(record.name)
+    return tuple((", ".join(names), line) for line, names in together.items())
+
+
+def markdown(table: Table, records: Sequence[Record]) -> str:
+    """The table, its note and its origin as Markdown."""
+    lines = [
+        _markdown_row(table.headings),
+        "|---|" + "---:|" * (len(table.headings) - 1),
+        *(_markdown_row(row) for row in table.rows),
+    ]
+    if table.note:
+        lines += ["", table.note]
+    if records:
+        lines += ["", "<sub>" + "; ".join(f"{names}: {line}" for names, line in origins(records)) + "</sub>"]
+    return "\n".join(lines)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def plain(table: Table, across: int = 3) -> str:
+    """The table for a terminal, turned round: figures go down, rows go across, ``across`` of them side by side."""
+    lines = [table.title]
+    for start in range(0, len(table.rows), across):
+        group = table.rows[start : start + across]
+        columns = [
+            (heading, cells)
+            for heading, *cells in zip(table.headings, *group, strict=True)
+            if any(cell != ABSENT for cell in cells)
+        ]
+        label = max(len(heading) for heading, _ in columns)
+        widths = [max(len(cells[place]) for _, cells in columns) for place in range(len(group))]
+        for heading, cells in columns:
+            values = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            lines.append(f"  {heading.ljust(label)}  {values}")
+    return "\n".join(lines)
+
+
+def readme_tables(records: Sequence[Record], order: Sequence[str] = ()) -> dict[str, str]:
+    """Marker name -> Markdown for every table, and ``headline``; a table without figures says so.
+
+    order: the ladder's variants from the first rung on.
+    """
+    summary = merge(records)
+    tables = {spec.name: f"*Not recorded on this machine (stage `{spec.stage}`).*" for spec in TABLES}
+    for table in build_tables(summary, order):
+        tables[table.name] = markdown(table, sources(records, table.name))
+    rows = headline(summary)
+    first = Table("headline", "Headline", ("figure", "measured"), rows)
+    tables["headline"] = markdown(first, ()) if rows else "*Nothing is recorded on this machine yet.*"
+    return tables
+
+
+def print_table(records: Sequence[Record]) -> None:
+    """Print every table that the records have figures for."""
+    tables = build_tables(merge(records))
+    print("\n\n".join(plain(table) for table in tables) if tables else "No figures are recorded here yet.")
