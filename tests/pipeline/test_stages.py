@@ -1,0 +1,100 @@
+"""The tracked pipeline as a whole: one command, safe against kills, guarded by machine, what-ifs kept apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_every_stage_left_its_record_with_provenance(project) -> None:
+    folder = project.root / "metrics" / "cpu"
+    names = {path.name for path in folder.glob("*.json")}
+    assert {
+        "prepare_data.json",
+        "retrieve.json",
+        "profile_baseline.json",
+        "evaluate_quality.json",
+        "bench_rerank.json",
+        "integrate_hf.json",
+        "bench_attention_naive.json",
+        "build_kernels_naive.json",
+        "summary.json",
+    } <= names
+    for path in folder.glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert "null" not in path.read_text(encoding="utf-8"), path
+        if path.name != "summary.json":
+            assert {"commit", "dirty", "command", "time"} <= set(record["provenance"]), path
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["rerank"]["fp32"]["ms"] > 0
+    assert summary["ladder"]["naive"]["timed"] is False
+    assert "us" not in summary["ladder"]["naive"], "a GPU kernel is never timed on a CPU"
+    assert summary["quality"]["reranker"]["fp32"]["top10_exact"] == 1.0
+    assert (project.root / "reports" / "index.html").stat().st_size > 0
+
+
+def test_nothing_runs_twice(project) -> None:
+    before = _digests(project.root / "metrics")
+    project.check("dvc repro --quiet")
+    assert _digests(project.root / "metrics") == before
+    assert project.check("git status --porcelain") == ""
+
+
+def test_a_what_if_is_kept_apart_and_another_machine_is_refused(project) -> None:
+    before = _digests(project.root / "metrics") | _digests(project.root / "data" / "candidates")
+    answer = project.run("python -m stages.retrieve retrieval=stub")
+    assert answer.returncode == 0, answer.stderr
+    (written,) = (project.root / "build" / "what-if").glob("retrieve-*/data/candidates/pools.jsonl")
+    assert written.read_bytes() != (project.root / "data" / "candidates" / "pools.jsonl").read_bytes()
+    refused = project.run("python -m stages.bench_rerank machine=h200")
+    assert refused.returncode == 1
+    assert refused.stderr.strip().splitlines()[-1].startswith("bench_rerank: this record belongs to h200")
+    assert "make quickstart" in refused.stderr
+    assert _digests(project.root / "metrics") | _digests(project.root / "data" / "candidates") == before
+
+
+def test_missing_input_says_which_stage_makes_it(project, tmp_path: Path) -> None:
+    moved = tmp_path / "candidates"
+    shutil.move(project.root / "data" / "candidates", moved)
+    try:
+        answer = project.run("python -m stages.bench_rerank workload.candidates=5")
+    finally:
+        shutil.move(moved, project.root / "data" / "candidates")
+    assert answer.returncode == 1
+    assert "run `dvc repro retrieve` first" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("stage", ["prepare_data", "retrieve"])
+def test_a_killed_stage_is_simply_run_again(project, stage: str, seconds: float) -> None:
+    outputs = [project.root / "data" / "canonical", project.root / "data" / "candidates"]
+    before = [_digests(folder) for folder in outputs]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro", "--quiet", "--force", "--single-item", stage],
+        cwd=project.root,
+        env=project.environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    time.sleep(seconds)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    project.check("dvc repro --quiet retrieve")
+    assert [_digests(folder) for folder in outputs] == before
+    assert "Data and pipelines are up to date" in project.check("dvc status retrieve")
