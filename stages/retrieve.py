@@ -31,7 +31,12 @@ def run(stage: Stage) -> None:
             "and are cut",
             file=sys.stderr,
         )
-    record = {"workload": {settings.dataset.name: token_lengths.workload_record(lengths)}, "quality": first.quality}
+    workload = token_lengths.workload_record(lengths)
+    if workload:
+        counts = (count for row in lengths.lengths.values() for count in row)
+        edges, rows = token_lengths.histogram(counts, lengths.max_length)
+        workload = {**workload, "histogram": {"edges": edges, "rows": rows}}
+    record = {"workload": {settings.dataset.name: workload} if workload else {}, "quality": first.quality}
     stage.write_metrics({section: figures for section, figures in record.items() if figures})
 
 

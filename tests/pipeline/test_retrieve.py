@@ -65,8 +65,12 @@ def test_outs_and_record(stage: Stage, tmp_path: Path, capsys: pytest.CaptureFix
     }
     figures = record(tmp_path)
     assert set(figures) == {"workload", "quality", "provenance"}
-    assert set(figures["workload"]["tiny"]) == {"sequences", "tokens", "mean_tokens", "padded_rows", "square_ratio"}
-    assert figures["workload"]["tiny"]["sequences"] == 1.0  # three candidates for three queries
+    workload = figures["workload"]["tiny"]
+    histogram = workload.pop("histogram")
+    assert set(workload) == {"sequences", "tokens", "mean_tokens", "padded_rows", "square_ratio"}
+    assert workload["sequences"] == 1.0  # three candidates for three queries
+    assert sum(histogram["rows"]) == 3
+    assert histogram["edges"] == [0, 16, 32]
     assert figures["quality"]["bm25_recall50"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert "1 of 3 queries have no candidates and count 0" in capsys.readouterr().err
     retrieve.run(stage)
@@ -78,6 +82,13 @@ def test_the_stub_records_no_quality(stage: Stage, tmp_path: Path) -> None:
     retrieve.run(replace(stage, settings=stub))
     assert set(record(tmp_path)) == {"workload", "provenance"}
     assert all(len(pool.doc_ids) == 4 for pool in read_pools(tmp_path / "data" / "candidates" / "pools.jsonl"))
+
+
+def test_no_candidates_at_all_leave_no_figure(stage: Stage, tmp_path: Path) -> None:
+    """A key without a measurement is absent."""
+    (tmp_path / "data" / "canonical" / "corpus.jsonl").write_text('{"_id": "d1", "text": ""}\n')
+    retrieve.run(stage)
+    assert record(tmp_path) == {"provenance": {}, "quality": {"bm25_ndcg10": 0.0, "bm25_recall50": 0.0}}
 
 
 def test_a_failure_leaves_the_old_outs(stage: Stage, tmp_path: Path) -> None:
