@@ -29,8 +29,8 @@ def run(stage: Stage) -> None:
     device = device_for(settings.machine.name)
     if options.steps is None and device == "cpu":
         raise TilerankError(
-            "training on a CPU takes hours and stays below BM25 when it is cut short; say how many steps to make "
-            "(--steps N, or STEPS=N with make), or run where there is a CUDA device (machine=auto)"
+            "a CPU is too slow for the whole recipe; say how many steps to make (--steps N, or STEPS=N with make), "
+            "or run where there is a CUDA device (machine=auto)"
         )
     if settings.dataset.source == "pydocs":
         raise TilerankError("pydocs has no training split; take dataset=scifact or another BEIR data set with one")

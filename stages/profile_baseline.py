@@ -1,8 +1,16 @@
 """Where the time of the unmodified pipeline goes, and the ceiling that Amdahl's law puts on a faster attention."""
 
+from __future__ import annotations
+
 import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stages._run import Stage, stage_main
+
+if TYPE_CHECKING:
+    from tilerank.bench.rerank import Call, RerankSetup
 
 
 def run(stage: Stage) -> None:
@@ -31,11 +39,8 @@ def run(stage: Stage) -> None:
     stage.write_metrics({"profile": {**record, "queries": len(calls), "nsys": timeline}})
 
 
-def _timeline(stage: Stage, setup, call) -> dict:
+def _timeline(stage: Stage, setup: RerankSetup, call: Call) -> dict[str, Any]:
     """An Nsight Systems timeline of one call beside the trace, or why there is none."""
-    import tempfile
-    from pathlib import Path
-
     from tilerank.bench import baseline
     from tilerank.profiling import NsysError, run_nsys
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING, Any
 
 from stages._run import Stage, stage_main
+
+if TYPE_CHECKING:
+    from tilerank.profiling import KernelProfile
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,7 @@ def run(stage: Stage) -> None:
     stage.write_metrics({"profile_kernels": {row.name: record}}, suffix=row.name)
 
 
-def _fields(profile) -> dict:
+def _fields(profile: KernelProfile) -> dict[str, Any]:
     """One launch: its figures, and the reasons that warps wait for, worst first."""
     return {
         "kernel": profile.kernel,

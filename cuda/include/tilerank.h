@@ -24,11 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(_WIN32)
-#define TILERANK_API __declspec(dllexport)
-#else
 #define TILERANK_API __attribute__((visibility("default")))
-#endif
 
 #ifdef __cplusplus
 extern "C" {

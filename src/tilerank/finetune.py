@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tilerank.errors import TilerankError
 from tilerank.models import WEIGHTS, file_sha256
-from tilerank.reranker import load_model
+from tilerank.reranker import load_model, quiet_transformers
 from tilerank.tokenization import TextTokenizer, load_tokenizer
 from tilerank.types import Dataset, Pool
 
@@ -143,7 +143,8 @@ def save(model: torch.nn.Module, encoder: Path, folder: Path, recipe: Recipe) ->
     with torch.no_grad():
         for weights in model.parameters():
             weights.copy_(round_mantissa(weights, recipe.mantissa_bits))
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     for name in _TOKENIZER_FILES:
         if (encoder / name).is_file():
             shutil.copyfile(encoder / name, folder / name)

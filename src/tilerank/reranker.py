@@ -253,6 +253,8 @@ def _pair(pair: Any, index: int) -> tuple[str, str]:
 
 
 def _check_max_length(max_length: int, description: ModelDescription) -> None:
+    if isinstance(max_length, bool) or not isinstance(max_length, int):
+        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}")
     limit = description.position_limit
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; the model's position table serves at most {limit} tokens")
@@ -299,7 +301,7 @@ def load_model(
     is_cross_encoder = kind == "cross-encoder"
     family = transformers.AutoModelForSequenceClassification if is_cross_encoder else transformers.AutoModel
     try:
-        with _quiet(transformers.utils.logging):
+        with quiet_transformers():
             model, report = family.from_pretrained(
                 path,
                 dtype=dtype,
@@ -321,8 +323,10 @@ def load_model(
 
 
 @contextlib.contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
-    """Keep transformers' bar and load report off stderr: what matters of the report is checked."""
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' bars and load report off stderr: what matters of the report is checked."""
+    from transformers.utils import logging
+
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

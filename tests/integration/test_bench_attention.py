@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import types
@@ -233,6 +234,26 @@ def test_bench_attention_on_a_cpu_times_nothing():
     assert record["timed"] is False
     assert "us" not in record
     assert set(stage.written["reference"]) == {"ladder"}
+
+
+def test_a_row_without_fp32_is_no_rung_of_the_ladder(monkeypatch: pytest.MonkeyPatch):
+    from stages import bench_attention
+
+    half = dataclasses.replace(registry.get("reference"), dtypes=("fp16",))
+    monkeypatch.setattr(registry, "get", lambda name: half)
+    stage = FakeStage("cpu", "reference")
+    bench_attention.run(stage)
+    assert set(stage.written["reference"]) == {"other_precision"}
+    assert stage.written["reference"]["other_precision"]["reference"]["precision"] == "fp16"
+
+
+def test_a_variant_that_this_gpu_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    hopper = dataclasses.replace(registry.get("naive"), min_sm=90)
+    record = attention.bench_variant(hopper, "fp32", TimingSettings(protocol=1, warmup=1, rounds=1, flush_mb=1))
+    assert set(record) == {"ladder"}
+    assert record["ladder"]["timed"] is False
+    assert "sm is 75" in record["ladder"]["reason"]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------

@@ -128,7 +128,8 @@ def test_training_learns_what_tells_relevant_passages_apart(encoder: Path) -> No
     )
     marked = Dataset("marked", documents, dataset.queries, dataset.qrels)
     irrelevant = tuple(Pool(pool.query_id, pool.doc_ids[5:], pool.scores[5:]) for pool in pools)
-    recipe = Recipe(groups=5, hard_negatives=4, random_negatives=0, max_length=24, learning_rate=1e-3)
+    rates = {"learning_rate": 0.02, "head_learning_rate": 0.02}  # the tiny encoder's weights are wide
+    recipe = Recipe(groups=5, hard_negatives=4, random_negatives=0, max_length=24, **rates)
     tokenizer = finetune.load_tokenizer(encoder, 24)
     groups = finetune.training_groups(marked, irrelevant, recipe, epoch=99)
 
@@ -137,7 +138,7 @@ def test_training_learns_what_tells_relevant_passages_apart(encoder: Path) -> No
         with torch.no_grad():
             return finetune._loss(model, tokenizer, groups, recipe, "cpu").item()
 
-    assert loss(30) < 0.3 < loss(1)
+    assert loss(40) < 0.3 < loss(1)
 
 
 def test_gradients_do_not_depend_on_how_many_groups_are_computed_at_once(

@@ -1,7 +1,8 @@
-"""The driver, which runs every variant against the reference without Python: under sanitizers, and that it can fail."""
+"""The driver, which runs every variant against the reference without Python: that it can pass, and that it can fail."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -35,16 +36,15 @@ def run_driver(program: Path, *options: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([program, *options], capture_output=True, text=True, check=False)
 
 
-def test_every_variant_agrees_with_the_reference_under_sanitizers(tmp_path: Path) -> None:
-    program = build_driver(registry.cuda_dir(), tmp_path, "address,undefined")
-    answer = run_driver(program, "--lengths", "0,1,33")
+def test_it_runs_clean_under_sanitizers(tmp_path: Path) -> None:
+    """The program itself has no fault of its own; the variants one by one have tests of theirs."""
+    source = copy_with_rows(tmp_path, "reference", "naive")
+    answer = run_driver(build_driver(source, tmp_path / "build", "address,undefined"), "--lengths", "0,1,33")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "runtime error" not in answer.stderr, answer.stderr
-    ran = {line.split(":")[0]: line for line in answer.stdout.splitlines()}
-    for row in registry.attention_rows():
-        if row.device == "cuda" and row.host_exempt is None:
-            assert " 0 wrong" in ran[row.name]
-            assert ": 0 cases" not in ran[row.name]
+    assert re.fullmatch(
+        r"naive: [1-9]\d+ cases, 0 wrong, largest difference from the reference: fp32 .*\n", answer.stdout
+    )
 
 
 @pytest.fixture(scope="module")

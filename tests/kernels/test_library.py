@@ -415,3 +415,24 @@ def test_python_constants_are_the_headers(repository: Path) -> None:
     assert [values[f"SERVES_{name.upper()}"] for name in registry.MASKS] == [1, 2, 4, 8]
     assert f"#define TILERANK_ABI_VERSION {library.ABI_VERSION}\n" in header
     assert f"#define TILERANK_MAX_HEAD_DIM {registry.MAX_HEAD_DIM}\n" in header
+
+
+@pytest.mark.parametrize("complete_exists", [True, False])
+def test_a_build_for_every_architecture_is_preferred_where_the_cache_has_one(
+    cpu: library.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete_exists: bool
+) -> None:
+    native, complete = build.Target("cuda", "90a-real"), build.Target("cuda", build.ALL_ARCHS)
+    made: list[build.Target] = []
+
+    def built(target: build.Target) -> build.Built:
+        made.append(target)
+        return build.Built(cpu.path, cpu.build_id)
+
+    monkeypatch.setattr(build, "default_target", lambda: native)
+    monkeypatch.setattr(build, "build_id", lambda target: "full" if target == complete else "other")
+    monkeypatch.setattr(build, "library_path", lambda identity: tmp_path / identity)
+    monkeypatch.setattr(build, "build", built)
+    if complete_exists:
+        (tmp_path / "full").touch()
+    assert library._load.__wrapped__(None).build_id == cpu.build_id
+    assert made == [complete if complete_exists else native]

@@ -218,6 +218,8 @@ __global__ void kernel(AttentionArgs args) {
 
 }  // namespace last_value
 
+size_t attention_last_value_workspace(const AttentionArgs& args) { return 100 * args.batch; }
+
 tilerank_status attention_last_value(const AttentionArgs& args, void*, void* stream) {
     return launch_blocks("last_value", last_value::kernel, args.batch * args.heads, 32, 0, stream, args);
 }
@@ -236,6 +238,7 @@ NEW_ROW = """
       masks: [key_lengths]
       min_sm: 75
       max_k_len: 6
+      workspace: true
       prediction: "Takes the last key's value for the answer."
 """
 
@@ -256,7 +259,20 @@ def test_a_new_variant_is_one_file_and_one_row(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, 3, length, 4)).astype(np.float32) for length in (5, 6, 6))
     out = np.full_like(q, np.nan)
-    loaded.attention("last_value", abi.padded_params(q, k, v, out, key_lengths=np.array([6, 2], np.int32)))
+    params = abi.padded_params(q, k, v, out, key_lengths=np.array([6, 2], np.int32))
+    assert loaded.workspace_size("last_value", params) == 200
+    memory = np.zeros(1024, np.uint8)
+    workspace = memory.ctypes.data + -memory.ctypes.data % 256
+    for given, message in (
+        ((0, 200), "workspace_bytes is 0; it needs 200"),
+        ((workspace, 199), "workspace_bytes is 199; it needs 200"),
+        ((workspace + 128, 200), "it must be a multiple of 256 bytes"),
+    ):
+        with pytest.raises(library.KernelError, match=message) as error:
+            loaded.attention("last_value", params, *given)
+        assert error.value.status == library.WORKSPACE
+    assert np.isnan(out).all(), "a refused call writes nothing"
+    loaded.attention("last_value", params, workspace, 200)
     np.testing.assert_array_equal(out[0], np.broadcast_to(v[0, :, 5:6], out[0].shape))
     np.testing.assert_array_equal(out[1], np.broadcast_to(v[1, :, 1:2], out[1].shape))
 

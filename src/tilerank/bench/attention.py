@@ -289,18 +289,22 @@ def bench_variant(row: registry.Row, precision: str, timing: TimingSettings) -> 
     """Time ``row`` on this machine's GPU: ``{"ladder": record, "peers": record}``.
 
     The ladder's ``us`` is masked where the variant masks, padded unless it only takes packed input; without a mask
-    it is compared with SDPA without a mask. `TilerankError` when this GPU cannot run the variant.
+    it is compared with SDPA without a mask. A variant that does not serve the workload on this GPU has a
+    ``reason`` instead of times, and no peers.
     """
-    sm = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    if sm < row.min_sm:
-        raise TilerankError(f"variant {row.name} needs compute capability {row.min_sm / 10}; this GPU has {sm / 10}")
+    workload, layout = seed_workload(), "padded" if "padded" in row.layouts else "packed"
+    major, minor = torch.cuda.get_device_capability()
+    request = registry.Request("cuda", 10 * major + minor, precision, workload.head_dim, layout, workload.padded_length)
+    refusal = registry.refusal(row, request)
+    if refusal is not None:
+        return {"ladder": {"timed": False, "precision": precision, "reason": f"not served on this GPU: {refusal}"}}
     lib = library.load()
     masks = "key_lengths" in row.masks or "padded" not in row.layouts
     unmasked = time_variant(lib, row, precision, timing, masked=False)
     main = time_variant(lib, row, precision, timing, masked=True) if masks else unmasked
     ladder = ladder_record(row, precision, main, unmasked)
     if "us" in ladder:
-        floor = floors.attention_floor(seed_workload(), precision, floors.measured_rates())
+        floor = floors.attention_floor(workload, precision, floors.measured_rates())
         ladder["floor_us"] = floor.seconds * 1e6
         ladder["floor_bound"] = floor.bound
         ladder["share_of_floor"] = ladder["floor_us"] / ladder["us"]

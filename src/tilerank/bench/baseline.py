@@ -68,7 +68,7 @@ class ForwardProfile:
     calls: int
     wall: float
     classes: Mapping[str, float]
-    launches: int  # kernels; 0 on a CPU
+    launches: int  # kernels, the few that fetch the scores included; 0 on a CPU
     operators: int  # operator calls
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from tilerank.errors import TilerankError
 from tilerank.quality import Task
 from tilerank.reranker import Reranker
 
-# Each peer gets the batch size it is quickest with on the first call.
+# Each system gets the batch size it is quickest with on the first call.
 BATCH_SIZES = (8, 16, 32, 64)
 
 # A score may be off by twice what the unmodified model is at the same precision, or by this where that model is
@@ -27,6 +28,9 @@ BATCH_SIZES = (8, 16, 32, 64)
 ERROR_FLOORS = {"fp32": 2e-5, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 OURS, CROSS_ENCODER, TUNED = "tilerank", "cross_encoder", "tuned_peer"
+
+System: TypeAlias = Callable[["Call", int], np.ndarray]
+"""(call, batch size) -> logits or cosines ``[passages]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +92,19 @@ def bench_precision(
         for scores, exact in zip(unmodified, reference, strict=True)
     ]
     arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length)
-    peers = {CROSS_ENCODER: SentenceTransformersScorer(*arguments), TUNED: TunedScorer(*arguments)}
-    for scorer in peers.values():
-        scorer.batch_size = _best_batch_size(scorer, calls[0], repetitions=5 if setup.device == "cuda" else 1)
-    systems: dict[str, Callable[[Call], np.ndarray]] = {
+    systems: dict[str, System] = {
         OURS: _ours(setup, precision),
-        **{name: _scoring(scorer) for name, scorer in peers.items()},
+        CROSS_ENCODER: _peer(SentenceTransformersScorer(*arguments)),
+        TUNED: _peer(TunedScorer(*arguments)),
     }
+    repetitions = 5 if setup.device == "cuda" else 1
+    sizes = {name: _best_batch_size(name, system, calls[0], repetitions) for name, system in systems.items()}
     clock = WallClock(setup.device)
     rows: dict[str, list[Row]] = {name: [] for name in systems}
     for number, (call, exact, tolerance) in enumerate(zip(calls, reference, tolerances, strict=True), start=1):
         cases = [
-            Case(name, lambda score=score, call=call: score(call), _error_against(exact), tolerance)
-            for name, score in systems.items()
+            Case(name, partial(system, call, sizes[name]), _error_against(exact), tolerance)
+            for name, system in systems.items()
         ]
         description = f"rerank {precision}, query {number} of {len(calls)}"
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
@@ -108,40 +112,45 @@ def bench_precision(
             rows[row.name].append(row)
     pairs = rounds * sum(len(call.passages) for call in calls)
     record = summarise(rows, pairs)
-    record["batch_sizes"] = {name: scorer.batch_size for name, scorer in peers.items()}
+    record["batch_sizes"] = sizes
     return record
 
 
-def _ours(setup: RerankSetup, precision: str) -> Callable[[Call], np.ndarray]:
+def _ours(setup: RerankSetup, precision: str) -> System:
     reranker = Reranker(
         setup.path, device=setup.device, precision=precision, attention=setup.attention, max_length=setup.max_length
     )
     logits = torch.nn.Identity()
-    return lambda call: reranker.predict([(call.query, passage) for passage in call.passages], activation_fn=logits)
+
+    def score(call: Call, batch_size: int) -> np.ndarray:
+        pairs = [(call.query, passage) for passage in call.passages]
+        return reranker.predict(pairs, batch_size=batch_size, activation_fn=logits)
+
+    return score
 
 
-def _scoring(scorer: SentenceTransformersScorer | TunedScorer) -> Callable[[Call], np.ndarray]:
-    return lambda call: scorer.score(call.query, call.passages)
+def _peer(scorer: SentenceTransformersScorer | TunedScorer) -> System:
+    def score(call: Call, batch_size: int) -> np.ndarray:
+        scorer.batch_size = batch_size
+        return scorer.score(call.query, call.passages)
+
+    return score
 
 
 def _error_against(exact: np.ndarray) -> Callable[[np.ndarray], float]:
     return lambda scores: float(np.abs(np.asarray(scores, dtype=np.float64) - exact).max())
 
 
-def _best_batch_size(scorer: SentenceTransformersScorer | TunedScorer, call: Call, repetitions: int) -> int:
+def _best_batch_size(name: str, system: System, call: Call, repetitions: int) -> int:
     """The batch size of `BATCH_SIZES` that is quickest on ``call``, by its best of ``repetitions``."""
-    _seconds(scorer, call)  # warm-up
-    seconds = {}
-    for size in tqdm(BATCH_SIZES, desc=f"batch size of {type(scorer).__name__}", leave=False, disable=None):
-        scorer.batch_size = size
-        seconds[size] = min(_seconds(scorer, call) for _ in range(repetitions))
+    system(call, BATCH_SIZES[0])  # warm-up
+    seconds = dict.fromkeys(BATCH_SIZES, float("inf"))
+    for size in tqdm(BATCH_SIZES, desc=f"batch size of {name}", leave=False, disable=None):
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            system(call, size)  # returns host memory: the device has finished
+            seconds[size] = min(seconds[size], time.perf_counter() - start)
     return min(BATCH_SIZES, key=seconds.__getitem__)
-
-
-def _seconds(scorer: SentenceTransformersScorer | TunedScorer, call: Call) -> float:
-    start = time.perf_counter()
-    scorer.score(call.query, call.passages)  # returns host memory: the device has finished
-    return time.perf_counter() - start
 
 
 def summarise(rows: Mapping[str, Sequence[Row]], pairs: int) -> dict[str, Any]:
@@ -193,11 +202,10 @@ def memory_record(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> 
     call = max(calls, key=lambda one: sum(map(len, one.passages)))
 
     def ours() -> Callable[[], Any]:
-        score = _ours(setup, precision)
-        return lambda: score(call)
+        return partial(_ours(setup, precision), call, setup.batch_size)
 
     def unmodified() -> Callable[[], Any]:
         scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
-        return lambda: scorer.score(call.query, call.passages)
+        return partial(scorer.score, call.query, call.passages)
 
     return {"peak_mb": peak_device_mb(ours), "baseline_peak_mb": peak_device_mb(unmodified)}

@@ -150,7 +150,7 @@ def _toolchain(needs_nvcc: bool) -> Toolchain:
     if needs_nvcc and nvcc is None:
         raise TilerankError(
             "building for CUDA needs nvcc: put the CUDA toolkit's bin folder on PATH, set CUDA_HOME, "
-            "or `pip install nvidia-cuda-nvcc`"
+            "or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`"
         )
     versions = [_version(programs["c++"]).splitlines()[0], *([f"nvcc {nvcc_version(nvcc)}"] if nvcc else [])]
     return Toolchain(programs["cmake"], programs["ninja"], programs["c++"], nvcc, "; ".join(versions))

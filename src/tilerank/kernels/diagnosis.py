@@ -34,7 +34,9 @@ def doctor() -> Iterator[Check]:
     capabilities = build.present_capabilities()
     if nvcc is None:
         yield Check(
-            "nvcc", None, "not found: only the reference can be built (`pip install nvidia-cuda-nvcc` brings one)"
+            "nvcc",
+            None,
+            "not found: only the reference can be built (`pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings one)",
         )
     else:
         yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")
@@ -63,13 +65,13 @@ def doctor() -> Iterator[Check]:
 def _sanity(nvcc: Path, capabilities: tuple[int, ...]) -> Check:
     with tempfile.TemporaryDirectory(prefix="tilerank-doctor-") as folder:
         program = Path(folder) / "sanity"
-        source = registry.cuda_dir() / "tests" / "sanity.cu"
+        source = registry.cuda_dir() / "tests" / "sanity.cc"
         try:
             archs = build.archs_for(capabilities)
         except TilerankError as error:
             return Check("sanity kernel", False, str(error))
         flags = [flag for arch in archs.split(";") for flag in build.gencode(arch)]
-        for command in ([nvcc, *flags, "-o", program, source], [program]):
+        for command in ([nvcc, "-x", "cu", *flags, "-o", program, source], [program]):
             answer = subprocess.run(command, capture_output=True, text=True, check=False)
             said = (answer.stdout + answer.stderr).strip()
             if answer.returncode != 0:
