@@ -105,7 +105,7 @@ def main() -> int:
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         wanted = f"{PYTHONS[0][0]}.{PYTHONS[0][1]} to {PYTHONS[1][0]}.{PYTHONS[1][1]}"
         sys.exit(
-            f"environment: Python {wanted} is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12 env`"
+            f"environment: Python {wanted} is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12`"
         )
     environment = Environment(ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv"))
     stamp = environment.folder / "tilerank-environment"

@@ -35,6 +35,8 @@ def run(stage: Stage) -> None:
     if settings.dataset.source == "pydocs":
         raise TilerankError("pydocs has no training split; take dataset=scifact or another BEIR data set with one")
     recipe = finetune.Recipe(seed=options.seed)
+    if device == "cpu":  # a step of 256 pairs would take minutes
+        recipe = dataclasses.replace(recipe, groups=1)
     name = options.name or f"minilm-l6-{settings.dataset.name}" + (f"-{options.steps}-steps" if options.steps else "")
     if Path(name).name != name:
         raise TilerankError(f"--name is {name!r}; it names a folder under models/, without a path")
@@ -96,7 +98,9 @@ def _load(stage: Stage, split: str) -> Dataset:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=_positive, metavar="N", help="stop after N steps (needed on a CPU)")
+    parser.add_argument(
+        "--steps", type=_positive, metavar="N", help="stop after N steps (needed on a CPU, where a step is one group)"
+    )
     parser.add_argument("--name", help="folder under models/ (default: minilm-l6-<dataset>, and the number of steps)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling, head and dropout (default: %(default)s)")
     parser.add_argument("--verify", action="store_true", help="train a second time and record whether the bytes agree")

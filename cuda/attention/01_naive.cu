@@ -9,12 +9,17 @@ namespace tilerank {
 namespace naive {
 
 constexpr int kThreads = 128;  // four warps: enough of them fit on an SM whatever the registers
+constexpr int kRun = 32;       // terms of a score summed in a row, so that rounding does not grow with the head dim
 constexpr int kColumns = 32;   // of the result, accumulated at a time: a compile-time bound keeps them in registers
 
 template <typename Element>
 __device__ float dot(const Element* q_row, const Element* k_row, int head_dim) {
     float sum = 0.0f;
-    for (int d = 0; d < head_dim; ++d) sum += to_float(q_row[d]) * to_float(k_row[d]);
+    for (int first = 0; first < head_dim; first += kRun) {
+        float run = 0.0f;
+        for (int d = first; d < head_dim && d < first + kRun; ++d) run += to_float(q_row[d]) * to_float(k_row[d]);
+        sum += run;
+    }
     return sum;
 }
 

@@ -9,6 +9,7 @@
 //   launch(kernel<D>, grid, block, shared_bytes, stream, arguments...)   instead of kernel<<<...>>>(...)
 //   load_vector<float4>(p), store_vector(p, value)                       instead of *reinterpret_cast<float4*>(p)
 //   copy_async, ldmatrix_*, mma_*, exp2_approx, to_tf32                  instead of inline PTX
+// The host build refuses __shared__ at compile time; ../host/README.md says what it checks.
 // A write to shared memory that another lane reads needs __syncwarp() or __syncthreads() between: a shuffle, ldmatrix
 // or mma orders nothing. All lanes that a mask names must reach the operation from the same source line.
 #pragma once
@@ -27,11 +28,10 @@
 
 #if defined(TILERANK_HOST_BUILD)
 // One exact-size heap slot a declaration (and template instantiation), refilled with NaN for every block.
-#define SHARED(type, name, ...)                                                              \
-    using name##_type = type __VA_ARGS__;                                                    \
-    static ::tilerank::host::SharedSlot name##_slot{#name};                        \
-    name##_type& name =                                                                      \
-        *static_cast<name##_type*>(::tilerank::host::shared_slot(name##_slot, sizeof(name##_type)))
+#define SHARED(type, name, ...)                             \
+    using name##_type = type __VA_ARGS__;                   \
+    static ::tilerank::host::SharedSlot name##_slot{#name}; \
+    name##_type& name = *static_cast<name##_type*>(::tilerank::host::shared_slot(name##_slot, sizeof(name##_type)))
 #else
 #define SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
 #endif
@@ -104,9 +104,9 @@ __device__ __forceinline__ void store_vector(Element* address, Vector value TILE
 
 // ---- Asynchronous copies, global to shared --------------------------------------------------------------------------
 
-// Starts a copy of Bytes (4, 8 or 16; both addresses multiples of it) that lands at copy_async_wait. Out of range, zeros
-// are written and source is not read (it must still be a valid pointer to compute with). cp.async from sm_80 on; below,
-// a plain copy.
+// Starts a copy of Bytes (4, 8 or 16; both addresses multiples of it) that lands at copy_async_wait. Out of range,
+// zeros are written and source is not read (it must still be a valid pointer to compute with). cp.async from sm_80 on;
+// below, a plain copy.
 template <int Bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* source, bool in_range = true TILERANK_CALLER);
 
@@ -121,8 +121,8 @@ __device__ __forceinline__ void copy_async_wait();
 // ---- Matrix fragments (whole warp, 32 lanes) ------------------------------------------------------------------------
 
 // Loads 8x8 matrices of 16-bit elements. Lane i passes the address (shared memory, 16-byte aligned) of row i % 8 of
-// matrix i / 8; x2 reads the addresses of lanes 0-15. In matrix m, lane l receives elements 2*(l%4) and 2*(l%4)+1 of row
-// l/4 in fragment[m] (low half first); with _trans, those two elements of column l/4: rows 2*(l%4) and 2*(l%4)+1.
+// matrix i / 8; x2 reads the addresses of lanes 0-15. In matrix m, lane l receives elements 2*(l%4) and 2*(l%4)+1 of
+// row l/4 in fragment[m] (low half first); with _trans, those two elements of column l/4: rows 2*(l%4) and 2*(l%4)+1.
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&fragment)[2], const void* row TILERANK_CALLER);
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], const void* row TILERANK_CALLER);
 __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&fragment)[2], const void* row TILERANK_CALLER);
@@ -139,16 +139,20 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], const
 // Element is __half (below sm_80 two m16n8k8) or __nv_bfloat16 (sm_80). Below sm_80 the bfloat16 and tf32 forms trap:
 // rows that use them say min_sm 80.
 template <typename Element>
-__device__ __forceinline__ void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4], const uint32_t (&b)[2] TILERANK_CALLER);
-__device__ __forceinline__ void mma_m16n8k8(float (&accumulator)[4], const uint32_t (&a)[2], uint32_t b TILERANK_CALLER);
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], const uint32_t (&b)[2] TILERANK_CALLER);
+__device__ __forceinline__ void mma_m16n8k16(float (&accumulator)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2] TILERANK_CALLER);
+__device__ __forceinline__ void mma_m16n8k8(float (&accumulator)[4], const uint32_t (&a)[2],
+                                            uint32_t b TILERANK_CALLER);
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[2] TILERANK_CALLER);
 
 // The bits of value rounded to TF32 (nearest, ties away from zero), as mma_m16n8k8_tf32 takes them. sm_80.
 __device__ __forceinline__ uint32_t to_tf32(float value);
 
 // ---- Arithmetic -----------------------------------------------------------------------------------------------------
 
-// 2 to the power of value, one instruction (ex2.approx.ftz): relative error 2^-22, subnormal results are 0, -inf gives 0.
+// 2 to the power of value, one instruction (ex2.approx.ftz): relative error 2^-22; 0 for -inf and where the result would
+// be subnormal.
 __device__ __forceinline__ float exp2_approx(float value);
 
 // ---- Implementation -------------------------------------------------------------------------------------------------

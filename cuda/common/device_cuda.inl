@@ -11,8 +11,8 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_b
     const void* function = reinterpret_cast<const void*>(kernel);
     cudaError_t error = cudaSuccess;
     if (shared_bytes > kDefaultSharedLimit) {
-        error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     static_cast<int>(shared_bytes));
+        error =
+            cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     }
     if (error == cudaSuccess) {
         void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};

@@ -9,7 +9,8 @@ namespace tilerank {
 // any other row is 1 or more): zeros, not 0/0.
 __device__ __forceinline__ float normalizer(float row_sum) { return row_sum == 0.0f ? 0.0f : 1.0f / row_sum; }
 
-// Multiplied into q once, it makes exp2(<q, k>) what exp(scale * <q, k>) was: one instruction a weight instead of eight.
+// Multiplied into q once, it makes exp2(<q, k>) what exp(scale * <q, k>) was: one instruction a weight instead of
+// eight.
 inline float scale_log2(const AttentionArgs& args) {
     constexpr double kLog2E = 1.4426950408889634;
     return static_cast<float>(args.exact_scale * kLog2E);
@@ -21,8 +22,8 @@ __device__ __forceinline__ float hide_unless(bool visible, float score) { return
 // Where a row's maximum starts. Finite, so that a hidden score relative to it is -inf and its weight 0, not NaN.
 constexpr float kLowestMax = -3.402823466e+38f;
 
-// How far, in powers of two, a row's maximum may lag behind its scores where small rises are let pass: weights then reach
-// 256 instead of 1, which costs fp32 no accuracy.
+// How far, in powers of two, a row's maximum may lag behind its scores where small rises are let pass: weights then
+// reach 256 instead of 1, which costs fp32 no accuracy.
 constexpr float kMaxLag = 8.0f;
 
 // One row's softmax so far: weights are exp2(score - max).

@@ -1,5 +1,5 @@
-// Shared policy of the fp32 kernels: which rows a block works on, and how rows move between global memory, registers and
-// shared memory: 16 bytes at a time where every row is so aligned, word by word where one is not.
+// Shared policy of the fp32 kernels: which rows a block works on, and how rows move between global memory, registers
+// and shared memory: 16 bytes at a time where every row is so aligned, word by word where one is not.
 #pragma once
 
 #include "common/attention.cuh"
@@ -30,18 +30,18 @@ struct QueryBlock {
     int any_row_sees;
 };
 
-// How many keys the block's row `row` sees, counted from key `first`. In loops over tiles this form keeps no register a row.
+// How many keys the block's row `row` sees, counted from key `first`. In loops over tiles this form keeps no register a
+// row.
 __device__ __forceinline__ int row_sees(const QueryBlock& block, int row, int first = 0) {
     return min(block.k_len - first, block.causal_keys - first + row);
 }
 
-// Block number `index` of query_blocks(args, rows). The blocks of one head are neighbours: they share its keys in L2.
-__device__ __forceinline__ QueryBlock query_block(const AttentionArgs& args, int rows, unsigned index) {
-    const unsigned tiles = static_cast<unsigned>((args.q_len + rows - 1) / rows);  // no more than there are blocks
-    const unsigned heads = static_cast<unsigned>(args.heads);
-    const HeadView<float> view = head_view<float>(args, index / tiles / heads, index / tiles % heads);
+// The queries tile * rows .. of one (sequence, head).
+__device__ __forceinline__ QueryBlock query_block_at(const AttentionArgs& args, int rows, int64_t sequence,
+                                                     int64_t head, unsigned tile) {
+    const HeadView<float> view = head_view<float>(args, sequence, head);
+    const int64_t first_query = static_cast<int64_t>(tile) * rows;
     QueryBlock block;
-    const int64_t first_query = static_cast<int64_t>(index % tiles) * rows;
     block.q = view.q + first_query * args.q_token_stride;
     block.out = view.out + first_query * args.out_token_stride;
     block.k = view.k;
@@ -52,6 +52,25 @@ __device__ __forceinline__ QueryBlock query_block(const AttentionArgs& args, int
     block.every_row_sees = row_sees(block, 0);
     block.any_row_sees = row_sees(block, block.rows - 1);
     return block;
+}
+
+// Where block number `index` of query_blocks(args, rows) stands in the order sequence, head, tile: the blocks of one
+// head are neighbours, which share its keys in L2.
+struct BlockPlace {
+    unsigned sequence;
+    unsigned head;
+    unsigned tile;
+};
+
+__device__ __forceinline__ BlockPlace block_place(const AttentionArgs& args, int rows, unsigned index) {
+    const unsigned tiles = static_cast<unsigned>((args.q_len + rows - 1) / rows);  // no more than there are blocks
+    const unsigned heads = static_cast<unsigned>(args.heads);
+    return {index / tiles / heads, index / tiles % heads, index % tiles};
+}
+
+__device__ __forceinline__ QueryBlock query_block(const AttentionArgs& args, int rows, unsigned index) {
+    const BlockPlace place = block_place(args, rows, index);
+    return query_block_at(args, rows, place.sequence, place.head, place.tile);
 }
 
 // How many of the keys first .. first+count-1 lie below `end`.

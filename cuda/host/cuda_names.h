@@ -78,8 +78,7 @@ Value __shfl_down_sync(unsigned mask, Value value, unsigned delta, int width = 3
                          "__shfl_down_sync", site);
 }
 template <typename Value>
-Value __shfl_xor_sync(unsigned mask, Value value, int lanes, int width = 32,
-                      TilerankSite site = TilerankSite::here()) {
+Value __shfl_xor_sync(unsigned mask, Value value, int lanes, int width = 32, TilerankSite site = TilerankSite::here()) {
     return shuffle_value(tilerank::host::Shuffle::kXor, mask, value, lanes, width, "__shfl_xor_sync", site);
 }
 
@@ -102,9 +101,9 @@ std::enable_if_t<std::is_integral_v<Integer>, Integer> atomicAdd(Integer* addres
 inline float atomicAdd(float* address, float value) {
     uint32_t* bits = reinterpret_cast<uint32_t*>(address);
     uint32_t seen = __atomic_load_n(bits, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(
-        bits, &seen, tilerank::host::bits_of_float(tilerank::host::float_of_bits(seen) + value), false,
-        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (!__atomic_compare_exchange_n(bits, &seen,
+                                        tilerank::host::bits_of_float(tilerank::host::float_of_bits(seen) + value),
+                                        false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
     return tilerank::host::float_of_bits(seen);
 }

@@ -6,12 +6,12 @@
 
 // ---- Vectors --------------------------------------------------------------------------------------------------------
 
-#define TILERANK_VECTORS(name, element)                                                      \
-    struct alignas(2 * sizeof(element)) name##2 { element x, y; };                           \
-    struct name##3 { element x, y, z; };                                                     \
+#define TILERANK_VECTORS(name, element)                                                              \
+    struct alignas(2 * sizeof(element)) name##2 { element x, y; };                                   \
+    struct name##3 { element x, y, z; };                                                             \
     struct alignas(sizeof(element) == 8 ? 16 : 4 * sizeof(element)) name##4 { element x, y, z, w; }; \
-    inline name##2 make_##name##2(element x, element y) { return {x, y}; }                   \
-    inline name##3 make_##name##3(element x, element y, element z) { return {x, y, z}; }     \
+    inline name##2 make_##name##2(element x, element y) { return {x, y}; }                           \
+    inline name##3 make_##name##3(element x, element y, element z) { return {x, y, z}; }             \
     inline name##4 make_##name##4(element x, element y, element z, element w) { return {x, y, z, w}; }
 
 TILERANK_VECTORS(int, int)

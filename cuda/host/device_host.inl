@@ -80,8 +80,7 @@ inline void mma_m16n8k8(float (&accumulator)[4], const uint32_t (&a)[2], uint32_
     host::mma(accumulator, a, &b, host::MmaType::kHalf, 8, "mma_m16n8k8", site);
 }
 
-inline void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                             host::Site site) {
+inline void mma_m16n8k8_tf32(float (&accumulator)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], host::Site site) {
     host::mma(accumulator, a, b, host::MmaType::kTf32, 8, "mma_m16n8k8_tf32", site);
 }
 

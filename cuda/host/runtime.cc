@@ -673,8 +673,8 @@ void* dynamic_shared(int index, size_t bytes, size_t reserved) {
     if (index == static_cast<int>(pieces.size())) {
         block->dynamic_bytes += reserved;
         if (block->dynamic_bytes > block->dynamic_limit) {
-            FAULT("DynamicShared::take: " + std::to_string(block->dynamic_bytes) + " bytes taken, but the launch gave " +
-                  std::to_string(block->dynamic_limit));
+            FAULT("DynamicShared::take: " + std::to_string(block->dynamic_bytes) +
+                  " bytes taken, but the launch gave " + std::to_string(block->dynamic_limit));
         }
         pieces.push_back({new_shared(bytes, kDynamicSharedAlignment), bytes});
     }

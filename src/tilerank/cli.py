@@ -1,4 +1,4 @@
-"""The command ``tilerank``: rerank passages for a query, evaluate a run, from files or a pipe."""
+"""The command ``tilerank``: rerank passages for a query, evaluate a run, check the machine."""
 
 from __future__ import annotations
 
@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--measures", nargs="+", required=True, metavar="MEASURE", help="nDCG@10 RR@10 R@50 AP ...")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(command=_evaluate)
+
+    doctor = commands.add_parser("doctor", help="check compiler, device and kernel library, a sanity kernel first")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -104,6 +107,19 @@ def _rerank(options: argparse.Namespace) -> None:
         print(f"{rank}\t{result['score']:.6f}\t{result['corpus_id']}\t{text}")
     if ranking.truncated:
         print(f"tilerank: {ranking.truncated} passages cut to fit {reranker.max_length} tokens", file=sys.stderr)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from tilerank import kernels
+
+    failed = []
+    for check in kernels.doctor():
+        verdict = {True: "ok", False: "FAILED", None: "-"}[check.ok]
+        print(f"{check.name:14} {verdict:7} {check.detail}", flush=True)
+        if check.ok is False:
+            failed.append(check.name)
+    if failed:
+        raise TilerankError(f"{', '.join(failed)} failed; the details are above")
 
 
 def _evaluate(options: argparse.Namespace) -> None:

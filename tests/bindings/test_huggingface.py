@@ -408,7 +408,10 @@ def test_learned_bias_on_the_scores():
         decoder_input_ids=tokens(3, 4),
         use_cache=False,
     )
-    compare(transformers.T5EncoderModel, config, mask.bool(), input_ids=tokens(3, 9), attention_mask=mask)
+    left = padding_of([9, 3, 6], side="left")
+    additive = torch.zeros(3, 1, 9, 9).masked_fill(~left.bool()[:, None, None], -1e4)
+    for given, seen in ((mask, mask), (left, left), (additive, left)):
+        compare(transformers.T5EncoderModel, config, seen.bool(), input_ids=tokens(3, 9), attention_mask=given)
 
 
 @torch.no_grad()

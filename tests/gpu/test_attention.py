@@ -131,7 +131,7 @@ def test_masks(row, dtype, head_dim):
     check(row, dtype, (q, k, v), causal=True, key_lengths=lengths)
     for mask in (seen, seen[:, :1], seen[:1, :1, :1].expand_as(seen), seen[0, 0, 0], seen[:, :, :, :1]):
         check(row, dtype, (q, k, v), mask=mask)
-        bias = torch.randn(mask.shape, device="cuda").masked_fill(~mask, -float("inf"))
+        bias = draw(mask.shape, "fp32", 5).masked_fill(~mask, -float("inf"))
         check(row, dtype, (q, k, v), mask=bias)
         check(row, dtype, (q, k, v), mask=bias.to(q.dtype), key_lengths=lengths, causal=True)
     smallest = torch.full((33, 65), torch.finfo(q.dtype).min, dtype=q.dtype, device="cuda")
@@ -350,7 +350,7 @@ def test_bounds_on_the_device_are_clamped_or_checked(row, dtype, head_dim):
 @pytest.mark.parametrize("head_dim", [1, 32, 33, 256])
 def test_auto_always_has_an_answer(dtype, head_dim):
     q, k, v = inputs(dtype, head_dim, 33, 65, heads=4, kv_heads=2)
-    for mask in (None, torch.rand(65, device="cuda") < 0.5, torch.randn(33, 1, device="cuda")):
+    for mask in (None, draw((65,), "fp32", 7) < 0.0, draw((33, 1), "fp32", 8)):
         for lengths in (None, [65, 0]):
             for causal in (False, True):
                 arguments = {"mask": mask, "key_lengths": lengths, "causal": causal}

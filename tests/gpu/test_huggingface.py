@@ -80,6 +80,13 @@ def test_padded(variant, dtype, side):
     assert ours <= 2 * own + 1e-6, f"{ours:.3g} from float64, SDPA {own:.3g}"
 
 
+def assert_as_exact(ours, sdpas, exact):
+    """Packed or captured, the matrix products have other shapes and round differently than SDPA's padded model: with
+    these steep weights by more than attention does. Twice would leave it to luck which of the two is nearer."""
+    own, error = ((out.double() - exact).abs().max().item() for out in (sdpas, ours))
+    assert error <= 4 * own + 1e-6, f"{error:.3g} from float64, SDPA {own:.3g}"
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_equals_padded(variant):
@@ -98,7 +105,8 @@ def test_packed_equals_padded(variant):
         max_length_k=max(LENGTHS),
     ).last_hidden_state[0]
     padded = build("sdpa")(ids, attention_mask=mask).last_hidden_state[seen]
-    assert torch.allclose(packed, padded, atol=1e-4)
+    exact = build("sdpa").double()(ids, attention_mask=mask).last_hidden_state[seen]
+    assert_as_exact(packed, padded, exact)
 
 
 @torch.no_grad()
@@ -123,5 +131,7 @@ def test_a_forward_pass_is_captured_in_a_graph():
     mask.copy_(left)
     graph.replay()
     torch.cuda.synchronize()
-    expected = build("sdpa")(ids, attention_mask=mask).last_hidden_state
-    assert torch.allclose(captured[mask.bool()], expected[mask.bool()], atol=1e-4)
+    seen = mask.bool()
+    padded = build("sdpa")(ids, attention_mask=mask).last_hidden_state[seen]
+    exact = build("sdpa").double()(ids, attention_mask=mask).last_hidden_state[seen]
+    assert_as_exact(captured[seen], padded, exact)

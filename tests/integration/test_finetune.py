@@ -222,7 +222,7 @@ def test_the_stage_writes_a_model_and_its_record(repository: Path, beir: Path, t
     assert record["steps"] == 1
     assert record["queries"] == 2
     assert 0 <= record["ndcg10"] <= 1
-    assert record["recipe"]["hard_negatives"] == 14
+    assert (record["recipe"]["hard_negatives"], record["recipe"]["groups"]) == (14, 1)
     assert [path.name for path in (tmp_path / "models").iterdir()] == [folder.name]  # nothing half-written
     assert not (tmp_path / "metrics").exists()  # a model cut short is no record
     assert len(Reranker(folder, device="cpu", max_length=24).rank("cell", ["cell", "data"])) == 2

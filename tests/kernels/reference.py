@@ -14,6 +14,7 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+
 def visible_keys(
     shape: tuple[int, int, int, int],
     key_lengths: Sequence[int] | torch.Tensor | None = None,

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
-from kernels.host.programs import run
+from kernels.host.programs import build_tree, run, run_in
+from kernels.sources import copy_with_rows
+from ruamel.yaml import YAML
 
 from tilerank.kernels import registry
 
@@ -52,3 +55,58 @@ def test_unknown_variant_is_an_error() -> None:
     done = run("plain", "check_variants", "--variant", "no_such_row")
     assert done.returncode == 2
     assert "no variant to check: no_such_row" in done.stderr
+
+
+# ---- That check_variants can fail ----
+
+KEYS = "const int64_t keys = visible_keys(args, view.k_len, query);"
+STORE = "out_row[first + column] = from_float<Element>(accumulator[column] * normalizer);"
+
+FAULTY = {
+    "sees_padding": (
+        KEYS,
+        KEYS.replace("view.k_len", "args.key_lengths != nullptr ? args.k_len : view.k_len"),
+        "nan, the reference says",
+    ),
+    "ignores_causal": (KEYS, "const int64_t keys = view.k_len;", "causal"),
+    "reads_a_row_too_many": (
+        KEYS,
+        KEYS + " volatile float beyond = to_float(view.k[keys * args.k_token_stride]); (void)beyond;",
+        "AddressSanitizer",
+    ),
+    "writes_beyond_a_row": (STORE, STORE + " out_row[args.head_dim] = Element{};", "AddressSanitizer"),
+    "leaves_a_column_out": (STORE, "if (first + column > 0) " + STORE, "nan, the reference says"),
+    "drops_a_key": ("row_sum += weight;", "row_sum += key == 2 ? 0.0f : weight;", "the reference says"),
+}
+"""Mistakes made in the naive kernel: text, its replacement, and what the report must contain."""
+
+
+@pytest.fixture(scope="module")
+def faulty_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """check_variants over a library whose CUDA rows are naive with one mistake each."""
+    folder = tmp_path_factory.mktemp("faulty")
+    cuda = copy_with_rows(folder, "reference", "naive")
+    rows = YAML(typ="safe").load((cuda / "registry.yaml").read_text(encoding="utf-8"))["variants"]["attention"]
+    naive = rows.pop("naive")
+    source = (cuda / naive["file"]).read_text(encoding="utf-8")
+    for name, (text, replacement, _) in FAULTY.items():
+        assert source.count(text) == 1
+        faulty = source.replace(text, replacement).replace("attention_naive(", f"attention_{name}(")
+        assert f"attention_{name}(" in faulty
+        rows[name] = naive | {"file": f"attention/{name}.cu"}
+        (cuda / rows[name]["file"]).write_text(
+            faulty.replace("namespace naive", f"namespace {name}").replace("naive::", f"{name}::"), encoding="utf-8"
+        )
+    with (cuda / "registry.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump({"variants": {"attention": rows}}, file)
+    tree = folder / "tree"
+    build_tree(tree, "address", cuda)
+    return tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_mistake_in_a_kernel_is_found(faulty_tree: Path, name: str) -> None:
+    done = run_in(faulty_tree, "check_variants", "--variant", name, "--head-dims", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert FAULTY[name][2] in done.stdout + done.stderr

@@ -140,7 +140,7 @@ def test_auto_falls_back_to_the_next_rung_and_says_why(change: dict[str, object]
     if request.device == "cuda":
         chosen = select(request, (ANYTHING, NARROW))
         assert chosen.row is ANYTHING
-        assert chosen.reason == f"anything is the highest rung that serves this call (passed over: narrow: {message})"
+        assert chosen.reason == f"anything is preferred of all that serve this call (passed over: narrow: {message})"
 
 
 def test_key_lengths_are_served_where_the_row_says_so() -> None:
@@ -293,3 +293,25 @@ def test_a_new_variant_is_one_file_and_one_row(tmp_path: Path) -> None:
     offsets = np.array([0, 5], np.int32)
     with pytest.raises(library.KernelError, match="variant last_value: the input is packed; it serves: padded"):
         loaded.attention_varlen("last_value", abi.packed_params(*packed, offsets, offsets))
+
+
+def test_a_row_may_rank_itself_otherwise_than_by_its_rung() -> None:
+    slower_than_it_looks = replace(NARROW, preference=0)
+    assert select(REQUEST, (ANYTHING, slower_than_it_looks)).row is ANYTHING
+
+
+def test_the_timed_layout_is_one_that_is_served(tmp_path: Path) -> None:
+    (tmp_path / "a.cu").write_text("", encoding="utf-8")
+    row = "file: a.cu, device: cuda, rung: 1, dtypes: [fp32], head_dims: any, masks: [], min_sm: 75, prediction: x"
+    for layouts, extra, timed in (
+        ("[padded, packed]", "", "padded"),
+        ("[packed]", "", "packed"),
+        ("[padded, packed]", ", timed_layout: packed", "packed"),
+    ):
+        text = f"variants: {{attention: {{a: {{{row}, layouts: {layouts}{extra}}}}}}}"
+        (tmp_path / "registry.yaml").write_text(text, encoding="utf-8")
+        assert registry.read_registry(tmp_path / "registry.yaml")["attention"][0].timed_layout == timed
+    text = f"variants: {{attention: {{a: {{{row}, layouts: [padded], timed_layout: packed}}}}}}"
+    (tmp_path / "registry.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(TilerankError, match=r"attention\.a\.timed_layout is 'packed'; allowed: .*padded"):
+        registry.read_registry(tmp_path / "registry.yaml")

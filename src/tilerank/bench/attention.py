@@ -264,7 +264,7 @@ def time_variant(
 ) -> Timed:
     """Time one variant beside its peers on workload seed; unmasked takes the padded batch as if all were valid."""
     workload = seed_workload()
-    layout = "padded" if "padded" in row.layouts else "packed"
+    layout = row.timed_layout
     inputs = make_inputs(workload, DTYPES[precision], "cuda")
     ours_on = inputs
     if not masked and layout == "packed":  # a packed kernel sees no padding: give it full sequences instead
@@ -288,23 +288,24 @@ def time_variant(
 def bench_variant(row: registry.Row, precision: str, timing: TimingSettings) -> dict[str, dict[str, Any]]:
     """Time ``row`` on this machine's GPU: ``{"ladder": record, "peers": record}``.
 
-    The ladder's ``us`` is masked where the variant masks, padded unless it only takes packed input; without a mask
-    it is compared with SDPA without a mask. A variant that does not serve the workload on this GPU has a
-    ``reason`` instead of times, and no peers.
+    The ladder's ``us`` is masked where the variant masks, of the row's ``timed_layout``; without a mask it is
+    compared with SDPA without a mask. A variant that does not serve the workload on this GPU has a ``reason`` instead
+    of times, and no peers.
     """
-    workload, layout = seed_workload(), "padded" if "padded" in row.layouts else "packed"
+    workload, layout = seed_workload(), row.timed_layout
     major, minor = torch.cuda.get_device_capability()
     request = registry.Request("cuda", 10 * major + minor, precision, workload.head_dim, layout, workload.padded_length)
     refusal = registry.refusal(row, request)
     if refusal is not None:
         return {"ladder": {"timed": False, "precision": precision, "reason": f"not served on this GPU: {refusal}"}}
     lib = library.load()
-    masks = "key_lengths" in row.masks or "padded" not in row.layouts
+    masks = "key_lengths" in row.masks or row.timed_layout == "packed"
     unmasked = time_variant(lib, row, precision, timing, masked=False)
     main = time_variant(lib, row, precision, timing, masked=True) if masks else unmasked
     ladder = ladder_record(row, precision, main, unmasked)
     if "us" in ladder:
-        floor = floors.attention_floor(workload, precision, floors.measured_rates())
+        # No fp32 rung uses the matrix unit.
+        floor = floors.attention_floor(workload, precision, floors.measured_rates(), ffma_only=True)
         ladder["floor_us"] = floor.seconds * 1e6
         ladder["floor_bound"] = floor.bound
         ladder["share_of_floor"] = ladder["floor_us"] / ladder["us"]
@@ -318,7 +319,7 @@ def ladder_record(row: registry.Row, precision: str, main: Timed, unmasked: Time
     """``ladder.<variant>`` without registers and spills, which the compiler knows."""
     record: dict[str, Any] = {
         "precision": precision,
-        "layout": "padded" if "padded" in row.layouts else "packed",
+        "layout": row.timed_layout,
         "masked": main is not unmasked,
         "sdpa_max_abs_error": main.expected.sdpa_error,
     }
@@ -405,9 +406,8 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16", "bf16"))
     arguments = parser.parse_args()
     row = registry.get(arguments.variant)
-    layout = "padded" if "padded" in row.layouts else "packed"
     inputs = make_inputs(seed_workload(), DTYPES[arguments.precision], "cuda")
-    call = kernel_call(library.load(), row, inputs, layout, masked="key_lengths" in row.masks)
+    call = kernel_call(library.load(), row, inputs, row.timed_layout, masked="key_lengths" in row.masks)
     call.poison()
     call.run()
     torch.cuda.synchronize()

@@ -20,7 +20,7 @@ DEVICES = ("cpu", "cuda")
 MAX_HEAD_DIM = 256
 
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
-_OPTIONAL = ("max_k_len", "workspace", "auto", "host_exempt")
+_OPTIONAL = ("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Row:
     max_k_len: int | None = None
     workspace: bool = False
     auto: bool = True
+    preference: int | None = None  # None: the rung
+    timed_layout: str = "padded"
     host_exempt: str | None = None
 
 
@@ -79,6 +81,13 @@ def _subset(where: str, values: Any, allowed: Sequence[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _timed_layout(where: str, values: Mapping[str, Any]) -> str:
+    layout = values.get("timed_layout", "padded" if "padded" in values["layouts"] else "packed")
+    if layout not in values["layouts"]:
+        raise TilerankError(f"{where} is {layout!r}; allowed: one of the row's layouts {values['layouts']}")
+    return layout
+
+
 def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
     if not isinstance(values, Mapping):
         raise TilerankError(f"{where} is {values!r}; expected a row with {', '.join(_REQUIRED)}")
@@ -107,6 +116,8 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         masks=_subset(f"{where}.masks", values["masks"], MASKS),
         min_sm=int(values["min_sm"]),
         prediction=str(values["prediction"]),
+        preference=int(values["preference"]) if "preference" in values else None,
+        timed_layout=_timed_layout(f"{where}.timed_layout", values),
         max_k_len=int(values["max_k_len"]) if "max_k_len" in values else None,
         workspace=bool(values.get("workspace", False)),
         auto=bool(values.get("auto", True)),
@@ -186,19 +197,24 @@ def refusal(row: Row, request: Request) -> str | None:
     return next((reason for reason in checks if reason), None)
 
 
+def _preference(row: Row) -> int:
+    return row.rung if row.preference is None else row.preference
+
+
 def select(request: Request, rows: Sequence[Row]) -> Selection:
-    """What ``auto`` runs: of the rows that serve the request, the highest rung (later rungs were written because
-    they are faster). Rows with ``auto: false`` are left to callers who name them.
+    """What ``auto`` runs: of the rows that serve the request, the one of the highest preference. That is the rung
+    (later rungs were written to be faster) unless measuring said otherwise; the row then gives its own number.
+    Rows with ``auto: false`` are left to callers who name them.
 
     Raises ValueError with every row's reason when none serves.
     """
     passed_over = []
-    for row in sorted(rows, key=lambda row: row.rung, reverse=True):
+    for row in sorted(rows, key=_preference, reverse=True):
         if not row.auto:
             continue
         reason = refusal(row, request)
         if reason is None:
-            why = f"{row.name} is the highest rung that serves this call"
+            why = f"{row.name} is preferred of all that serve this call"
             return Selection(row, f"{why} (passed over: {'; '.join(passed_over)})" if passed_over else why)
         passed_over.append(f"{row.name}: {reason}")
     raise ValueError("no attention variant serves this call: " + ("; ".join(passed_over) or "there are none"))

@@ -73,9 +73,7 @@ float decode(const unsigned char* at, int32_t dtype) {
 class Buffer {
   public:
     explicit Buffer(int64_t bytes) : bytes_(bytes), memory_(static_cast<size_t>(bytes + 2 * kGapBytes), 0xff) {}
-    ~Buffer() {
-        open(-kGapBytes, bytes_ + 2 * kGapBytes);
-    }
+    ~Buffer() { open(-kGapBytes, bytes_ + 2 * kGapBytes); }
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
@@ -93,7 +91,6 @@ class Buffer {
         if (bytes > 0) __asan_unpoison_memory_region(at == -kGapBytes ? memory_.data() : data(at), bytes);
 #endif
     }
-
 
   private:
     int64_t bytes_;
@@ -143,7 +140,8 @@ class Tensor {
     // Only rows may be touched from here on.
     void guard() {
         buffer->close();
-        for_each_row([&](int64_t b, int64_t h, int64_t t) { buffer->open(row(b, h, t), head_dim * element_bytes(dtype)); });
+        for_each_row(
+            [&](int64_t b, int64_t h, int64_t t) { buffer->open(row(b, h, t), head_dim * element_bytes(dtype)); });
     }
 
     template <typename Visit>
@@ -210,7 +208,7 @@ struct Case {
     Mask mask = Mask::kNone;
     Layout layout = Layout::kHeadsFirst;
     float input_scale = 1.0f;
-    double score_scale = 0.0;  // 0: 1/sqrt(head_dim)
+    double score_scale = 0.0;       // 0: 1/sqrt(head_dim)
     std::vector<int64_t> packed_q;  // lengths of the sequences; empty: padded
     std::vector<int64_t> packed_k;
     bool every_dtype = false;  // else with the variant's first dtype only
@@ -256,9 +254,8 @@ std::vector<Case> all_cases(const std::vector<int64_t>& lengths) {
     });
     add("grouped queries", [](Case& c) { c.heads = 4, c.kv_heads = 2, c.lengths = Lengths::kShorter; });
     add("one key head", [](Case& c) { c.heads = 3, c.kv_heads = 1, c.batch = 1; });
-    add("tokens first", [](Case& c) {
-        c.layout = Layout::kTokensFirst, c.lengths = Lengths::kShorter, c.every_dtype = true;
-    });
+    add("tokens first",
+        [](Case& c) { c.layout = Layout::kTokensFirst, c.lengths = Lengths::kShorter, c.every_dtype = true; });
     add("shifted by one element", [](Case& c) { c.layout = Layout::kShifted, c.lengths = Lengths::kShorter; });
     add("odd token stride", [](Case& c) { c.layout = Layout::kOddStride, c.lengths = Lengths::kShorter; });
     add("large inputs", [](Case& c) { c.input_scale = 8.0f, c.k_len = c.q_len = 65, c.every_dtype = true; });
@@ -275,18 +272,12 @@ std::vector<Case> all_cases(const std::vector<int64_t>& lengths) {
     add("packed, lengths mixed", [](Case& c) { c.packed_q = c.packed_k = {0, 1, 31, 64, 0, 65, 48}; });
     add("packed, cross", [](Case& c) { c.packed_q = {3, 33, 0, 10}, c.packed_k = {65, 0, 31, 1}; });
     add("packed, causal", [](Case& c) { c.packed_q = c.packed_k = {33, 1, 64}, c.causal = true; });
-    add("packed, grouped queries", [](Case& c) {
-        c.packed_q = c.packed_k = {33, 48}, c.heads = 4, c.kv_heads = 1;
-    });
-    add("packed, tokens first", [](Case& c) {
-        c.packed_q = c.packed_k = {63, 32}, c.layout = Layout::kTokensFirst, c.every_dtype = true;
-    });
-    add("packed, shifted by one element", [](Case& c) {
-        c.packed_q = c.packed_k = {33, 48}, c.layout = Layout::kShifted;
-    });
-    add("packed, odd token stride", [](Case& c) {
-        c.packed_q = c.packed_k = {33, 48}, c.layout = Layout::kOddStride;
-    });
+    add("packed, grouped queries", [](Case& c) { c.packed_q = c.packed_k = {33, 48}, c.heads = 4, c.kv_heads = 1; });
+    add("packed, tokens first",
+        [](Case& c) { c.packed_q = c.packed_k = {63, 32}, c.layout = Layout::kTokensFirst, c.every_dtype = true; });
+    add("packed, shifted by one element",
+        [](Case& c) { c.packed_q = c.packed_k = {33, 48}, c.layout = Layout::kShifted; });
+    add("packed, odd token stride", [](Case& c) { c.packed_q = c.packed_k = {33, 48}, c.layout = Layout::kOddStride; });
     return cases;
 }
 
@@ -316,11 +307,9 @@ const char* dtype_name(int32_t dtype) {
     return dtype == TILERANK_FP32 ? "fp32" : dtype == TILERANK_FP16 ? "fp16" : "bf16";
 }
 
-// Error allowed for every unit of the largest value, while scores stay small: some roundings of the sums in fp32, of the
-// weights and of the result in the narrower types.
-double limit_per_value(int32_t dtype) {
-    return dtype == TILERANK_FP32 ? 1e-6 : dtype == TILERANK_FP16 ? 5e-4 : 4e-3;
-}
+// Error allowed for every unit of the largest value, while scores stay small: some roundings of the sums in fp32, of
+// the weights and of the result in the narrower types.
+double limit_per_value(int32_t dtype) { return dtype == TILERANK_FP32 ? 1e-6 : dtype == TILERANK_FP16 ? 5e-4 : 4e-3; }
 
 struct Outcome {
     bool refused = false;
@@ -428,7 +417,9 @@ class Inputs {
         mask_strides[1] = broadcast ? 0 : c.q_len * c.k_len;
         mask_strides[0] = broadcast ? c.k_len : c.heads * c.q_len * c.k_len;
         const bool boolean = c.mask == Mask::kBoolean || broadcast;
-        const int32_t dtype = c.mask == Mask::kFp32 ? TILERANK_FP32 : c.mask == Mask::kFp16 ? TILERANK_FP16 : TILERANK_BF16;
+        const int32_t dtype = c.mask == Mask::kFp32   ? TILERANK_FP32
+                              : c.mask == Mask::kFp16 ? TILERANK_FP16
+                                                      : TILERANK_BF16;
         const int64_t bytes = boolean ? 1 : element_bytes(dtype);
         std::vector<unsigned char> values(static_cast<size_t>(rows * c.k_len * bytes));
         for (int64_t row = 0; row < rows; ++row) {
@@ -443,9 +434,10 @@ class Inputs {
             }
         }
         mask = buffer_of(values);
-        mask_type = boolean ? TILERANK_MASK_BOOL
-                            : c.mask == Mask::kFp32 ? TILERANK_MASK_FP32
-                                                    : c.mask == Mask::kFp16 ? TILERANK_MASK_FP16 : TILERANK_MASK_BF16;
+        mask_type = boolean                 ? TILERANK_MASK_BOOL
+                    : c.mask == Mask::kFp32 ? TILERANK_MASK_FP32
+                    : c.mask == Mask::kFp16 ? TILERANK_MASK_FP16
+                                            : TILERANK_MASK_BF16;
     }
 
     bool packed_;
@@ -553,7 +545,8 @@ Outcome run_case(const tilerank_variant& variant, const Case& c, int64_t head_di
             outcome.worst = std::max(outcome.worst, error / limit);
         }
     });
-    if (!outcome.failed && !out.untouched_between_rows()) return failure("memory outside of the rows of out was written");
+    if (!outcome.failed && !out.untouched_between_rows())
+        return failure("memory outside of the rows of out was written");
     return outcome;
 }
 
@@ -604,8 +597,8 @@ int check(const tilerank_variant& variant, const std::vector<Case>& cases, size_
         }
         is_first_dtype = false;
     }
-    std::printf("{\"variant\": \"%s\", \"cases\": %d, \"refused\": %d, \"failed\": %d, \"worst\": %.3g}\n", variant.name,
-                done, refused, failed, worst);
+    std::printf("{\"variant\": \"%s\", \"cases\": %d, \"refused\": %d, \"failed\": %d, \"worst\": %.3g}\n",
+                variant.name, done, refused, failed, worst);
     return failed;
 }
 

@@ -365,13 +365,11 @@ float same(int at) { return static_cast<float>(at + 1); }
 // A partial tile: 40 elements beyond a whole one.
 constexpr int kPartial = kThreads + 40;
 
-#define FAULT_ENTRY(name, in_count, out_count, n, shared_bytes, expected, ...)                                  \
-    {                                                                                                           \
-        #name, [](bool planted) {                                                                               \
-            const std::vector<float> in = counting(in_count);                                                   \
-            return verdict(planted ? name<true> : name<false>, in, out_count, n, shared_bytes, expected, ##__VA_ARGS__); \
-        }                                                                                                       \
-    }
+#define FAULT_ENTRY(name, in_count, out_count, n, shared_bytes, expected, ...)                                        \
+    {#name, [](bool planted) {                                                                                        \
+         const std::vector<float> in = counting(in_count);                                                            \
+         return verdict(planted ? name<true> : name<false>, in, out_count, n, shared_bytes, expected, ##__VA_ARGS__); \
+     }}
 
 constexpr Fault kFaults[] = {
     FAULT_ENTRY(read_beyond_a_partial_tile, kPartial, kThreads, kPartial, 0,
@@ -415,8 +413,9 @@ constexpr Fault kFaults[] = {
     FAULT_ENTRY(read_before_any_write, kThreads, kThreads, 0, 0, same),
     FAULT_ENTRY(rows_left_from_the_last_tile, kPartial, kThreads, kPartial, 0,
                 [](int) { return kPartial * (kPartial + 1) / 2.0f; }),
-    FAULT_ENTRY(two_blocks_write_one_row, kThreads, 2 * kThreads, 0, 0,
-                [](int at) { return static_cast<float>(at % kThreads + 1); }, 2),
+    FAULT_ENTRY(
+        two_blocks_write_one_row, kThreads, 2 * kThreads, 0, 0,
+        [](int at) { return static_cast<float>(at % kThreads + 1); }, 2),
 };
 
 }  // namespace

@@ -40,11 +40,9 @@ def _checked(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
 
 
-@cache
-def build(flavour: str) -> Path:
-    """The folder with the programs of a flavour, built from the sources as they are now."""
+def build_tree(tree: Path, flavour: str, cuda: Path | None = None) -> None:
+    """Configure and build the programs of a flavour in ``tree``, from the project's ``cuda/`` or a copy of it."""
     cmake, ninja, compiler = _tool("cmake"), _tool("ninja"), _tool("g++")
-    tree = TREES / flavour
     tree.mkdir(parents=True, exist_ok=True)
     with (tree / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another pytest may build here
@@ -55,15 +53,29 @@ def build(flavour: str) -> Path:
             "Python3_EXECUTABLE": sys.executable,
             "TILERANK_SANITIZE": SANITIZERS[flavour],
         }
+        if cuda is not None:
+            options["TILERANK_CUDA_DIR"] = str(cuda)
         definitions = [f"-D{name}={value}" for name, value in options.items()]
         _checked([cmake, "-S", str(SOURCE), "-B", str(tree), "-G", "Ninja", *definitions])
-        _checked([ninja, "-C", str(tree)])
-    return tree
+        # A copy of the sources is for check_variants; the other programs do not depend on it.
+        _checked([ninja, "-C", str(tree), *([] if cuda is None else ["check_variants"])])
+
+
+@cache
+def build(flavour: str) -> Path:
+    """The folder with the programs of a flavour, built from the sources as they are now."""
+    build_tree(TREES / flavour, flavour)
+    return TREES / flavour
 
 
 def run(flavour: str, program: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     """Run a program of a flavour to its end, whatever its exit status."""
-    command = [str(build(flavour) / program), *arguments]
+    return run_in(build(flavour), program, *arguments, timeout_s=timeout_s)
+
+
+def run_in(tree: Path, program: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run a program of a built tree."""
+    command = [str(tree / program), *arguments]
     environment = os.environ | _ENVIRONMENT
 
     def attempt(prefix: list[str]) -> subprocess.CompletedProcess[str]:
