@@ -8,6 +8,10 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
+from tilerank.report.variants import doc_tables
+
+PICTURES = ("ladder", "time-shares", "lengths-scifact")
+"""Those that README and docs show."""
 
 
 def run(stage: Stage) -> None:
@@ -15,7 +19,8 @@ def run(stage: Stage) -> None:
     records = report.read_records(stage.metrics_folder)
     if not records:
         raise TilerankError(f"metrics/{machine} holds no record; run `dvc repro` (or `make quickstart`) first")
-    captions = {row.name: f"Expected: {row.prediction}" for row in registry.attention_rows()}
+    rows = registry.attention_rows()
+    captions = {row.name: f"Expected: {row.prediction}" for row in rows}
     summary = report.summarise(records)
     built = report.build_report(records, machine, captions)
 
@@ -31,12 +36,24 @@ def run(stage: Stage) -> None:
     stage.log_artifact(page)
     stage.tracker.log_metrics(summary)
 
-    readme = stage.root / "README.md"
-    if stage.output_root == stage.root and readme.exists():  # a what-if leaves the tree's own files alone
-        text = readme.read_text(encoding="utf-8")
-        updated = report.update_markers(text, report.readme_tables(records, tuple(captions)))
+    if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
+        _update_pages(stage, built, report.readme_tables(records, tuple(captions)) | doc_tables(rows))
+
+
+def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:
+    """The tables between markers and the pictures in README and docs."""
+    for name in ("README.md", "docs/ladder.md", "docs/kernels.md"):
+        page = stage.root / name
+        if not page.exists():
+            continue
+        text = page.read_text(encoding="utf-8")
+        updated = report.update_markers(text, {key: value for key, value in tables.items() if f":{key}:begin" in text})
         if updated != text:
-            readme.write_text(updated, encoding="utf-8")
+            page.write_text(updated, encoding="utf-8")
+    for picture in built.pictures:
+        if picture.name in PICTURES:
+            path = stage.out(f"docs/pictures/{picture.name}.svg")
+            path.write_text(picture.standalone, encoding="utf-8")
 
 
 if __name__ == "__main__":

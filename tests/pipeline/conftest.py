@@ -67,7 +67,7 @@ class Project:
 def make_project(repository: Path, root: Path) -> Project:
     """Copy the sources to ``root``, make them small and commit them."""
     for name in source_files(repository):
-        if name.startswith(("metrics/", "dvc.lock", "tests/")):
+        if name.startswith(("metrics/", "dvc.lock", "tests/", "docs/pictures/")):
             continue
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -303,7 +303,7 @@ def _choose(variant: str, request: registry.Request) -> registry.Row:
     if request.device == "cuda" and _library().backend != "cuda":
         raise TilerankError(
             "the kernels were built for the CPU only, because no nvcc was found: put the CUDA toolkit's bin folder on "
-            "PATH, set CUDA_HOME, or `pip install nvidia-cuda-nvcc`, and start again"
+            "PATH, set CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, and start again"
         )
     if variant == "auto":
         return registry.select(request, registry.attention_rows()).row
