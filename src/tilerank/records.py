@@ -21,6 +21,8 @@ from tilerank.report import update_markers
 STALE_FILE = "STALE.md"
 MARKER = "freshness"
 
+_ABSENT = ("deleted", "not in cache")  # not in the tree; and not in DVC's cache either
+
 
 @dataclass(frozen=True, slots=True)
 class StaleRecord:
@@ -58,7 +60,7 @@ def _reasons(kind: str, paths: Mapping[str, Any], ignored: frozenset[str]) -> li
     for path, state in sorted(paths.items()):
         if isinstance(state, Mapping):  # parameters: {key: state}
             reasons += [f"{kind}: {path}: {key} {value}" for key, value in sorted(state.items())]
-        elif not (state == "deleted" and path in ignored):
+        elif not (state in _ABSENT and path in ignored):
             reasons.append(f"{kind}: {path} {state}")
     return reasons
 

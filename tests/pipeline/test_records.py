@@ -37,6 +37,10 @@ stages:
         - metrics/${machine.name}/bench_${key}.json:
             cache: false
             persist: true
+  prepare:
+    cmd: python write.py ignored/out/a params.yaml
+    outs:
+      - ignored/out
   never_run:
     cmd: python write.py metrics/${machine.name}/never_run.json params.yaml
     metrics:
@@ -72,14 +76,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dvc.yaml": PIPELINE,
         "write.py": WRITE,
         "README.md": "<!-- tilerank:freshness:begin -->\n<!-- tilerank:freshness:end -->\n",
-        ".gitignore": "/data\n",
+        ".gitignore": "/data\n/ignored\n",
         ".dvcignore": "metrics/*/STALE.md\n",
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     _run(folder, "git", "init", "-q")
     _run(folder, "dvc", "init", "-q")
-    _run(folder, "dvc", "repro", "-q", "build", "bench")
+    _run(folder, "dvc", "repro", "-q", "build", "bench", "prepare")
     return folder
 
 
@@ -102,7 +106,10 @@ def _edit(project: Path, name: str, old: str, new: str) -> None:
 def test_fresh_also_without_what_git_ignores_and_what_never_ran(project: Path) -> None:
     assert _stale(project) == set()
     shutil.rmtree(project / "data")
+    shutil.rmtree(project / "ignored")
     assert _stale(project) == set()
+    shutil.rmtree(project / ".dvc" / "cache")
+    assert _stale(project) == set(), "as in a fresh clone"
 
 
 def test_an_edited_kernel_is_caught_alone(project: Path) -> None:
