@@ -124,8 +124,10 @@ def stage_main(
     arguments = parser.parse_intermixed_args()
     try:
         _run(run, name, arguments, belongs_to_machine, label)
-    except TilerankError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+    except (TilerankError, ValueError) as error:  # the library refuses values of settings with ValueError
+        if os.environ.get("TILERANK_TRACEBACK"):
+            raise
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

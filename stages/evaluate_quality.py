@@ -18,23 +18,25 @@ def run(stage: Stage) -> None:
     device = device_for(settings.machine.name)
 
     unmodified = HuggingFaceScorer(model.path, model.kind, "fp32", device, workload.max_length, workload.batch_size)
-    baseline = quality.score_task(task, unmodified.score, "unmodified fp32")
-    quality.write_scores(stage.out("data/scores/baseline_fp32.jsonl"), task, baseline)
-
-    records = {}
-    for precision in workload.precisions:
-        reranker = Reranker(
+    rerankers = {
+        precision: Reranker(
             model.path,
             device=device,
             precision=precision,
             attention=settings.kernel.variant,
             max_length=workload.max_length,
         )
-        scores = quality.score_task(
-            task, quality.by_pairs(lambda pairs, scorer=reranker: scorer.score(pairs).logits), f"reranker {precision}"
-        )
-        quality.write_scores(stage.out(f"data/scores/reranker_{precision}.jsonl"), task, scores)
-        records[precision] = quality.quality_record(task, baseline, scores)
+        for precision in workload.precisions
+    }
+    records = {}
+    with data.whole_folder(stage.out("data/scores")) as folder:
+        baseline = quality.score_task(task, unmodified.score, "unmodified fp32")
+        quality.write_scores(folder / "baseline_fp32.jsonl", task, baseline)
+        for precision, reranker in rerankers.items():
+            scorer = quality.by_pairs(lambda pairs, reranker=reranker: reranker.score(pairs).logits)
+            scores = quality.score_task(task, scorer, f"reranker {precision}")
+            quality.write_scores(folder / f"reranker_{precision}.jsonl", task, scores)
+            records[precision] = quality.quality_record(task, baseline, scores)
     stage.write_metrics({"quality": {**quality.baseline_record(task, baseline), "reranker": records}})
 
 

@@ -7,12 +7,15 @@ YAML 1.2 throughout (ruamel): a bare ``on`` is a string, as Hydra and DVC read i
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from tilerank.errors import TilerankError
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,24 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def settings_from_mapping(values: Mapping[str, Any]) -> Settings:
     """Type the composed configuration; raise `TilerankError` naming the first key that does not fit."""
-    return _typed(Settings, values, "params")
+    settings = _typed(Settings, values, "params")
+    workload = settings.workload
+    for key in ("queries", "candidates", "max_length", "batch_size"):
+        _require(f"workload.{key}", getattr(workload, key), getattr(workload, key) >= 1, "1 or more")
+    known = not set(workload.precisions) - set(PRECISIONS) and bool(workload.precisions)
+    _require("workload.precisions", list(workload.precisions), known, f"one or more of {', '.join(PRECISIONS)}")
+    # It names a folder below metrics/.
+    name = settings.machine.name
+    _require("machine.name", name, re.fullmatch(r"\w[\w.-]*", name) is not None, "letters, digits, '.', '_' and '-'")
+    for key in ("rerank_queries", "rerank_rounds"):
+        value = getattr(settings.machine, key)
+        _require(f"machine.{key}", value, value >= 1, "1 or more")
+    return settings
+
+
+def _require(key: str, value: Any, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise TilerankError(f"params.{key} is {value!r}; allowed: {allowed}")
 
 
 def load_settings(path: Path) -> Settings:
@@ -157,7 +177,7 @@ def load_settings(path: Path) -> Settings:
         values = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TilerankError(f"{path}: {error.strerror}; run `python -m stages.compose` to write it") from error
-    except YAMLError as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         line = str(error).splitlines()[0]
         raise TilerankError(f"{path} is not YAML ({line}); run `python -m stages.compose` to rewrite it") from error
     return settings_from_mapping(values)

@@ -61,11 +61,11 @@ def source_state(root: Path) -> SourceState:
     here = source_hash(root)
     packed = root / SOURCE_FILE
     top = _git(root, "rev-parse", "--show-toplevel")
-    if top is not None and Path(top).resolve() == root.resolve():
-        commit = _git(root, "rev-parse", "HEAD")
+    commit = _git(root, "rev-parse", "HEAD") if top is not None and Path(top).resolve() == root.resolve() else None
+    if commit is not None:
         changes = _git(root, "status", "--porcelain", "--", *SOURCE_PATHS)
-        return SourceState(commit, dirty=bool(changes) or commit is None, source_hash=here)
-    if packed.exists():
+        return SourceState(commit, dirty=bool(changes), source_hash=here)
+    if packed.exists():  # also in a repository that has no commit yet: a copy may have been put into one
         try:
             record = json.loads(packed.read_text(encoding="utf-8"))
             commit, dirty, expected = record["commit"], bool(record["dirty"]), record["source_hash"]

@@ -50,6 +50,8 @@ def test_a_packed_copy_knows_its_commit_and_notices_an_edit(checkout: Path, tmp_
     assert provenance.source_state(copy) == provenance.SourceState(None, True, state.source_hash)
     provenance.write_source_file(checkout, copy)
     assert provenance.source_state(copy) == state
+    _git(copy, "init", "-q")
+    assert provenance.source_state(copy) == state, "a repository without a commit knows no better"
     (copy / "src" / "b.py").write_text("", encoding="utf-8")
     assert provenance.source_state(copy).dirty
     (copy / provenance.SOURCE_FILE).write_text("{", encoding="utf-8")
