@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from tilerank._version import __version__
@@ -125,6 +126,8 @@ def _doctor(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from tilerank.evaluation import evaluate
 
+    if options.qrels == options.run == "-":
+        raise TilerankError("--qrels and --run are both standard input (-); give a file for one of them")
     qrels = _read_qrels(options.qrels)
     result = evaluate(qrels, _read_run(options.run), options.measures)
     counts = {"queries": result.queries, "with_results": result.with_results}
@@ -149,13 +152,20 @@ def _read_documents(name: str) -> list[str]:
     passages = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            title = "" if isinstance(record, str) else record.get("title") or ""
-            text = record if isinstance(record, str) else record["text"]
-            passages.append(f"{title} {text}".strip())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            passages.append(_passage(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TilerankError(f"{name}:{number}: expected a JSON string or an object with a text") from error
     return passages
+
+
+def _passage(record: Any) -> str:
+    """Title and text as one passage; a title may be absent or null."""
+    if isinstance(record, str):
+        return record.strip()
+    title, text = record.get("title"), record["text"]
+    if not isinstance(text, str) or not isinstance(title, str | None):
+        raise TypeError("title and text must be strings")
+    return f"{title or ''} {text}".strip()
 
 
 def _read_qrels(name: str) -> dict[str, dict[str, int]]:
@@ -170,8 +180,11 @@ def _read_qrels(name: str) -> dict[str, dict[str, int]]:
         if len(fields) != columns[-1] + 1:
             raise TilerankError(f"{name}:{number}: expected {columns[-1] + 1} columns, found {len(fields)}")
         query, document, grade = (fields[column] for column in columns)
+        grades = qrels.setdefault(query, {})
+        if document in grades:
+            raise TilerankError(f"{name}:{number}: document {document} is judged twice under query {query}")
         try:
-            qrels.setdefault(query, {})[document] = int(grade)
+            grades[document] = int(grade)
         except ValueError as error:
             raise TilerankError(f"{name}:{number}: {grade!r} is not a whole number") from error
     if not qrels:
@@ -202,10 +215,18 @@ def _read_run(name: str) -> dict[str, dict[str, float]]:
 
 
 def _read_json_run(text: str, name: str) -> dict[str, dict[str, float]]:
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in keys if keys.count(key) > 1)
+            raise TilerankError(f"{name}: the key {repeated!r} stands twice in one object")
+        return content
+
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=distinct)
         tables = [(query, documents.items()) for query, documents in content.items()]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise TilerankError(f"{name}: expected JSON {{query: {{document: score}}}} ({error})") from error
     return {query: {document: _score(value, name) for document, value in rows} for query, rows in tables}
 
@@ -213,7 +234,7 @@ def _read_json_run(text: str, name: str) -> dict[str, dict[str, float]]:
 def _score(value: Any, place: str) -> float:
     try:
         score = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         score = math.nan
     if math.isnan(score):
         raise TilerankError(f"{place}: {value!r} is not a number")
@@ -221,17 +242,23 @@ def _score(value: Any, place: str) -> float:
 
 
 @contextlib.contextmanager
-def _open(name: str) -> Iterator[TextIO | Iterable[str]]:
+def _open(name: str) -> Iterator[TextIO]:
+    """Lines of UTF-8 text, with or without a byte order mark, whatever the locale; ``-`` is standard input."""
     try:
         if name == "-":
-            yield sys.stdin
+            stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="\n")
+            try:
+                yield stream
+            finally:
+                stream.detach()  # else standard input would be closed with the wrapper
             return
         with open(name, encoding="utf-8-sig", newline="\n") as stream:
             yield stream
     except OSError as error:
         raise TilerankError(f"{name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise TilerankError(f"{name} is not UTF-8 text (byte {error.start})") from error
+        place = "standard input" if name == "-" else name
+        raise TilerankError(f"{place} is not UTF-8 text (byte {error.start})") from error
 
 
 @contextlib.contextmanager

@@ -81,8 +81,9 @@ def evaluate(qrels: Qrels, run: Run, measures: Sequence[str], *, corpus: Collect
     which a document is relevant can be raised, as in ``AP(rel=2)`` or ``P(rel=2)@5``. nDCG takes the grade as gain.
     corpus: ids of the documents that exist, to count judged documents that are missing.
 
-    Raises ValueError for an unknown measure, a NaN score or judgements without queries, and TypeError for ids that
-    are not strings, grades that are not integers, or one measure's name in place of a list.
+    Raises ValueError for an unknown measure, a NaN score or judgements without queries, and TypeError for anything
+    but mappings of mappings, ids that are not strings, grades that are not integers, a measure that is no name, or
+    one measure's name in place of a list.
     """
     if isinstance(measures, str):
         raise TypeError(f"measures must be a list of names, got the string {measures!r}; pass [{measures!r}]")
@@ -92,11 +93,14 @@ def evaluate(qrels: Qrels, run: Run, measures: Sequence[str], *, corpus: Collect
     if not qrels:
         raise ValueError("qrels has no queries: nothing to take a mean over")
 
+    # All of the run is ranked, so that a NaN is found also under a query that nobody judged.
+    rankings = {
+        query_id: _best_first(list(results.values()), f"run[{query_id!r}]") for query_id, results in run.items()
+    }
     per_query: dict[str, dict[str, float]] = {name: {} for name in functions}
     for query_id, judged in qrels.items():
-        results = run.get(query_id, {})
-        ranking = _best_first(list(results.values()), f"run[{query_id!r}]")
-        doc_ids = list(results)
+        ranking = rankings.get(query_id, [])
+        doc_ids = list(run.get(query_id, {}))
         grades = [_grade(grade, query_id, doc_id) for doc_id, grade in judged.items()]
         gains = [max(judged.get(doc_ids[index], 0), 0) for index in ranking]
         ideal = sorted((max(grade, 0) for grade in grades), reverse=True)
@@ -195,11 +199,11 @@ def bootstrap_difference(
 
 
 def _best_first(scores: Sequence[float], where: str) -> list[int]:
-    """Indices from the highest score down; Python's sort is stable, so equal scores keep their order."""
+    """Indices from the highest score down. Python's sort is stable, reversed too, so equal scores keep their order."""
     for index, score in enumerate(scores):
         if math.isnan(score):
             raise ValueError(f"{where}: the score of document number {index} is NaN; a ranking needs comparable scores")
-    return sorted(range(len(scores)), key=lambda index: -scores[index])
+    return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 
 
 def _top_ten_verdict(baseline: NDArray[Any], other: NDArray[Any], tolerance: float) -> str | None:
@@ -233,7 +237,11 @@ def _finite(scores: ArrayLike, name: str, query_id: str) -> NDArray[Any]:
 
 def _check_ids(name: str, table: Mapping[str, Mapping[str, Any]]) -> None:
     """An id read as a number matches nothing and silently scores 0, so only strings are taken."""
+    if not isinstance(table, Mapping):
+        raise TypeError(f"{name} must map query ids to mappings of document ids, got {table!r}")
     for query_id, documents in table.items():
+        if not isinstance(documents, Mapping):
+            raise TypeError(f"{name}[{query_id!r}] must map document ids to numbers, got {documents!r}")
         for identifier in (query_id, *documents):
             if not isinstance(identifier, str):
                 raise TypeError(f"{name}: ids must be strings, got {identifier!r} in query {query_id!r}")
@@ -250,6 +258,8 @@ Measure = Callable[[Sequence[int], Sequence[int]], float]
 
 
 def _parse_measure(name: str) -> Measure:
+    if not isinstance(name, str):
+        raise TypeError(f"a measure must be named by a string such as 'nDCG@10', got {name!r}")
     match = _MEASURE_NAME.fullmatch(name)
     family = _ALIASES.get(match["family"], match["family"]) if match else None
     allowed = "nDCG, AP, RR (each with or without @k), R@k, P@k, Success@k, all but nDCG also as AP(rel=2)"

@@ -49,6 +49,7 @@ class ModelDescription:
     pooling: Pooling  # of a bi-encoder
     activation: str | None  # dotted name of what a cross-encoder applies to its logit; None: the default, a sigmoid
     uses_token_types: bool
+    vocabulary_size: int | None  # rows of the token embedding; None: the configuration does not say
 
 
 def resolve(settings: ModelSettings, root: Path) -> ResolvedModel:
@@ -81,26 +82,26 @@ def resolve_path(model: str | os.PathLike[str]) -> Path:
 
 def describe(path: Path) -> ModelDescription:
     """Read the configuration files of the model folder ``path``; `TilerankError` for what this project cannot run."""
-    config = _read_json(path / "config.json")
-    if config is None:
+    config = _Settings.of(path / "config.json")
+    if not config.found:
         raise TilerankError(f"{path} is not a model folder: it has no config.json")
     kind = _kind(config, path)
-    sentence = _read_json(path / "sentence_bert_config.json") or {}
-    modules = _read_json(path / "modules.json", list) or []
-    extra = (_read_json(path / "config_sentence_transformers.json") or {}) if modules else {}
+    modules = _modules(path / "modules.json")
+    extra = _Settings.of(path / "config_sentence_transformers.json") if modules else None
     names = [_class_name(module) for module in modules]
     served = ["Transformer"] if kind == "cross-encoder" else ["Transformer", "Pooling"]
     if names and [name for name in names if name != "Normalize"] != served:
         raise TilerankError(f"{path}: a {kind} made of the modules {names} is not supported; allowed: {served}")
-    if extra.get("default_prompt_name"):
-        raise TilerankError(f"{path}: the default prompt {extra['default_prompt_name']!r} is not supported")
+    if extra and (prompt := extra.get("default_prompt_name", str)):
+        raise TilerankError(f"{path}: the default prompt {prompt!r} is not supported")
     return ModelDescription(
         kind=kind,
         position_limit=_position_limit(config),
-        own_max_length=sentence.get("max_seq_length"),
+        own_max_length=_Settings.of(path / "sentence_bert_config.json").get("max_seq_length", int),
         pooling=_pooling(path, modules) if kind == "bi-encoder" else "cls",
         activation=_activation(config, extra),
-        uses_token_types=config.get("type_vocab_size", 0) > 1,
+        uses_token_types=config.get("type_vocab_size", int, 0) > 1,
+        vocabulary_size=config.get("vocab_size", int),
     )
 
 
@@ -153,21 +154,55 @@ def _read_json(path: Path, expected: type = dict) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TilerankError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, expected):
         raise TilerankError(f"{path}: expected a JSON {expected.__name__}, found {type(content).__name__}")
     return content
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """A JSON object whose values are checked as they are read."""
+
+    file: Path
+    found: bool
+    content: Mapping[str, Any]
+
+    @staticmethod
+    def of(file: Path) -> _Settings:
+        content = _read_json(file)
+        return _Settings(file, content is not None, content or {})
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of ``key``, of this kind, or ``default`` where it is absent. Null is refused unless it is the
+        default.
+        """
+        value = self.content.get(key, default)
+        if (value is None and default is None) or (isinstance(value, kind) and not isinstance(value, bool)):
+            return value
+        raise TilerankError(f"{self.file}: {key} is {value!r:.80}; expected a value of type {kind.__name__}")
+
+
+def _modules(file: Path) -> list[Mapping[str, Any]]:
+    modules = _read_json(file, list) or []
+    for module in modules:
+        if not isinstance(module, dict) or not all(isinstance(module.get(key), str) for key in ("type", "path")):
+            raise TilerankError(f"{file}: the module {module!r:.80} is no object with a type and a path")
+    return modules
+
+
 def _class_name(module: Mapping[str, Any]) -> str:
-    return str(module.get("type", "")).rsplit(".", 1)[-1]
+    return module["type"].rsplit(".", 1)[-1]
 
 
-def _kind(config: Mapping[str, Any], path: Path) -> Kind:
-    architecture = (config.get("architectures") or [""])[0]
+def _kind(config: _Settings, path: Path) -> Kind:
+    architecture = (config.get("architectures", list) or [""])[0]
+    if not isinstance(architecture, str):
+        raise TilerankError(f"{config.file}: architectures starts with {architecture!r:.80}; expected a class name")
     if architecture.endswith("ForSequenceClassification"):
-        labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 2)
+        names = config.get("id2label", dict)
+        labels = len(names) if names else config.get("num_labels", int, 2)
         if labels != 1:
             raise TilerankError(
                 f"{path}: a cross-encoder that ranks has 1 label, this {architecture} has num_labels={labels}"
@@ -181,12 +216,12 @@ def _kind(config: Mapping[str, Any], path: Path) -> Kind:
     )
 
 
-def _position_limit(config: Mapping[str, Any]) -> int | None:
-    rows = config.get("max_position_embeddings")
+def _position_limit(config: _Settings) -> int | None:
+    rows = config.get("max_position_embeddings", int)
     if rows is None or rows <= 0:
         return None
-    if config.get("model_type") in _POSITIONS_AFTER_PAD:
-        return rows - config.get("pad_token_id", 1) - 1
+    if config.get("model_type", str) in _POSITIONS_AFTER_PAD:
+        return rows - config.get("pad_token_id", int, 1) - 1
     return rows
 
 
@@ -209,9 +244,9 @@ def _pooling(path: Path, modules: list[Mapping[str, Any]]) -> Pooling:
     raise TilerankError(f"{path}: pooling {modes!r} is not supported; allowed: mean, cls")
 
 
-def _activation(config: Mapping[str, Any], extra: Mapping[str, Any]) -> str | None:
+def _activation(config: _Settings, extra: _Settings | None) -> str | None:
     """The activation's dotted name, by the places where sentence-transformers has kept it, newest first."""
-    if extra.get("model_type") == "CrossEncoder" and extra.get("activation_fn"):
-        return extra["activation_fn"]
-    nested = config.get("sentence_transformers") or {}
-    return nested.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    if extra and extra.get("model_type", str) == "CrossEncoder" and (name := extra.get("activation_fn", str)):
+        return name
+    nested = _Settings(config.file, True, config.get("sentence_transformers", dict) or {})
+    return nested.get("activation_fn", str) or config.get("sbert_ce_default_activation_function", str)

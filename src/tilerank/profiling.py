@@ -137,7 +137,7 @@ def _parse_csv(lines: Sequence[str]) -> Iterator[tuple[str, NcuMetric | None]]:
     """Both CSV forms: one row a launch and one column a metric (raw), or one row a metric (details)."""
     header: list[str] = []
     units: list[str] = []
-    launches: dict[str, int] = {}
+    launches: dict[tuple[str, str], int] = {}  # each process counts its launches from 0
     for line in lines:
         if _CSV_HEADER.match(line):
             header, units = next(csv.reader([line])), []
@@ -149,7 +149,8 @@ def _parse_csv(lines: Sequence[str]) -> Iterator[tuple[str, NcuMetric | None]]:
         if not cells["ID"]:
             units = row
             continue
-        kernel, launch = cells["Kernel Name"], launches.setdefault(cells["ID"], len(launches))
+        kernel = cells["Kernel Name"]
+        launch = launches.setdefault((cells["Process ID"], cells["ID"]), len(launches))
         if "Metric Name" in cells:  # a row without a name holds advice, not a figure
             name = cells["Metric Name"]
             value = _metric(kernel, name, cells["Metric Unit"], cells["Metric Value"], launch) if name else None
@@ -240,7 +241,7 @@ def parse_ncu(text: str) -> list[NcuMetric]:
 
 def _raise_for_messages(lines: Sequence[str]) -> None:
     for line in lines:
-        if "ERR_NVGPUCTRPERM" in line:
+        if line.startswith(("==ERROR==", "==WARNING==")) and "ERR_NVGPUCTRPERM" in line:
             raise NcuPermissionError(
                 f"ncu may not read the performance counters: {line.strip()} (an administrator can allow it: "
                 "NVreg_RestrictProfilingToAdminUsers=0, or run as root)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Reranker:
     model: a folder (config.json, model.safetensors, tokenizer), the name of a known model, or a hub repository. Its own
         configuration says which kind it is: a sequence classifier with one label is a cross-encoder, an encoder a
         bi-encoder (pooled as its modules.json says, by default the mean; vectors of length 1).
-    device: "cpu", "cuda", "cuda:1", ...; None takes CUDA where there is a device, else the CPU.
+    device: "cpu", "cuda" or "cuda:<number>"; None takes CUDA where there is a device, else the CPU.
     precision: "fp32", "tf32", "fp16" or "bf16", whatever dtype the file has and whatever torch's global switches say.
     attention: "auto" (torch's SDPA until a registered kernel serves better), "sdpa", "eager", or a registered variant.
     max_length: tokens a pair (cross-encoder) or a text (bi-encoder) has at most; a smaller limit that the model's own
@@ -66,7 +67,7 @@ class Reranker:
     warning. A score does not depend on the other pairs of the call, up to float noise.
 
     Raises ValueError for an unknown precision or attention and for a ``max_length`` above the position table, and
-    `TilerankError` for a model or a device that cannot be used.
+    `TilerankError` for a model or a device that cannot be used, or a variant that does not run there.
     """
 
     def __init__(
@@ -82,13 +83,15 @@ class Reranker:
             raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
         self.path = resolve_path(model)
         description = describe(self.path)
-        _check_max_length(max_length, description)
+        max_length = _checked_max_length(max_length, description)
         self.kind = description.kind
         self.precision = precision
         self.device = _device(device)
-        self.tokenizer = load_tokenizer(self.path, min(max_length, description.own_max_length or max_length))
+        max_length = min(max_length, description.own_max_length or max_length)
+        self.tokenizer = load_tokenizer(self.path, max_length, texts=2 if self.kind == "cross-encoder" else 1)
         self.max_length = self.tokenizer.max_length
         model = load_model(self.path, self.kind, PRECISIONS[precision], _implementation(attention))
+        _check_variant(attention, self.device, precision, model.config, self.max_length)
         self.model = model.to(self.device)
         self._description = description
         self._activation = _activation(description) if self.kind == "cross-encoder" else torch.nn.Identity()
@@ -102,8 +105,10 @@ class Reranker:
     ) -> np.ndarray:
         """One float32 score a (query, passage) pair, ``[len(pairs)]``; a single pair gives a single score.
 
-        ``activation_fn`` replaces what the model's configuration names (a sigmoid where it names nothing).
-        Raises TypeError for anything but pairs of strings and `TilerankError` for a score that is not finite.
+        ``activation_fn`` replaces what the model's configuration names (a sigmoid where it names nothing). It gets all
+        logits at once, ``[len(pairs), 1]`` float32 on the CPU, and gives as many scores.
+        Raises TypeError for anything but pairs of strings, ValueError for another number of scores, and
+        `TilerankError` for a score that is not finite.
         """
         if isinstance(pairs, (list, tuple)) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
             return self.score([pairs], batch_size, show_progress_bar, activation_fn).values[0]
@@ -173,8 +178,8 @@ class Reranker:
                 found, cut = score_chunk(queries, passages, batch_size, report)
                 logits.append(found)
                 truncated.append(cut)
-        raw = np.concatenate(logits)
-        values = (activation_fn or self._activation)(torch.from_numpy(raw)).numpy()
+            raw = np.concatenate(logits)
+            values = _activated(raw, activation_fn or self._activation)
         for name, scores in (("logit", raw), ("score", values)):
             if not np.isfinite(scores).all():
                 index = int(np.flatnonzero(~np.isfinite(scores))[0])
@@ -252,12 +257,26 @@ def _pair(pair: Any, index: int) -> tuple[str, str]:
     return query, passage
 
 
-def _check_max_length(max_length: int, description: ModelDescription) -> None:
-    if isinstance(max_length, bool) or not isinstance(max_length, int):
-        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}")
+def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
+    """``[n]`` -> ``[n]`` float32. The activation gets ``[n, 1]``, as sentence-transformers gives it, and a copy."""
+    values = activation(torch.tensor(logits)[:, None])
+    shape = tuple(getattr(values, "shape", ()))
+    if shape not in ((len(logits), 1), (len(logits),)):
+        raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")
+    return values.reshape(-1).float().cpu().numpy()
+
+
+def _checked_max_length(max_length: int, description: ModelDescription) -> int:
+    try:
+        if isinstance(max_length, bool):
+            raise TypeError
+        max_length = operator.index(max_length)
+    except TypeError:
+        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}") from None
     limit = description.position_limit
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; the model's position table serves at most {limit} tokens")
+    return max_length
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -265,8 +284,10 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; allowed: cpu, cuda, cuda:<number>") from error
+    except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda") or (chosen.type == "cpu" and chosen.index is not None):
+        raise TilerankError(f"device is {device!s}; allowed: cpu, cuda, cuda:<number>")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise TilerankError(f"device {device!s}: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
     return chosen
@@ -286,6 +307,25 @@ def _implementation(attention: str) -> str:
     name = f"tilerank_{attention}"
     huggingface.register(name=name, variant=attention)
     return name
+
+
+def _check_variant(attention: str, device: torch.device, precision: str, config: Any, max_length: int) -> None:
+    """Refuse a registered variant that cannot run this model here. Masks are left to the call: some need none."""
+    if attention in ("auto", "sdpa", "eager"):
+        return
+    from tilerank.kernels import registry
+
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    request = registry.Request(
+        device=device.type,
+        sm=10 * major + minor,
+        dtype="fp32" if precision == "tf32" else precision,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        layout="padded",
+        k_len=max_length,
+    )
+    if reason := registry.refusal(registry.get(attention), request):
+        raise TilerankError(f"attention {attention!r} does not serve this model here: {reason}; use auto or sdpa")
 
 
 def load_model(

@@ -19,9 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tilerank.errors import TilerankError
+from tilerank.models import describe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,13 @@ class TextTokenizer:
 
     ``backend`` belongs to this object from here on: its own truncation and padding are switched off, after which it is
     never changed again, so that several threads may encode. ``cut_from`` is the end at which texts are cut: "right"
-    or "left". Raises ValueError when ``max_length`` leaves no room for one token of each text of a pair.
+    or "left". ``texts`` is how many texts the longest sequences hold: 2 where `pairs` is called, 1 for `texts` alone.
+    Raises ValueError when ``max_length`` leaves no room for one token of each.
     """
 
-    def __init__(self, backend: Tokenizer, max_length: int, *, pad_id: int = 0, cut_from: str = "right") -> None:
+    def __init__(
+        self, backend: Tokenizer, max_length: int, *, pad_id: int = 0, cut_from: str = "right", texts: int = 2
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.max_length = max_length
@@ -78,9 +85,10 @@ class TextTokenizer:
         self._cut_from = cut_from
         self._one = _Template.of(backend, 1)
         self._two = _Template.of(backend, 2)
-        shortest = self._two.specials + 2
+        shortest = texts + (self._two if texts == 2 else self._one).specials
         if max_length < shortest:
-            raise ValueError(f"max_length is {max_length}; a pair of one token each takes {shortest}")
+            what = "a pair of one token each" if texts == 2 else "a text of one token"
+            raise ValueError(f"max_length is {max_length}; {what} takes {shortest}")
 
     def pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode ``queries[i]`` with ``passages[i]``; warns about each query that had to be cut."""
@@ -123,11 +131,15 @@ class TextTokenizer:
         return [row[:count] for row, count in zip(ids, kept, strict=True)]
 
 
-def load_tokenizer(path: Path, max_length: int) -> TextTokenizer:
+def load_tokenizer(path: Path, max_length: int, *, texts: int = 2) -> TextTokenizer:
     """The tokenizer of the model folder ``path``, as transformers (hence sentence-transformers) builds it.
 
-    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less.
+    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less. ``texts`` is
+    as in `TextTokenizer`. Raises `TilerankError` for a folder without a vocabulary, or with one that has fewer than
+    half as many tokens as the model (transformers makes do with a handful of special tokens, in silence).
     """
+    if not any(file.is_file() for pattern in _VOCABULARIES for file in path.glob(pattern)):
+        raise TilerankError(f"{path}: no usable tokenizer (the folder has none of {', '.join(_VOCABULARIES)})")
     from transformers import AutoTokenizer
 
     try:
@@ -135,11 +147,15 @@ def load_tokenizer(path: Path, max_length: int) -> TextTokenizer:
         backend = loaded.backend_tokenizer
     except Exception as error:  # transformers, tokenizers and the operating system each raise their own
         raise TilerankError(f"{path}: no usable tokenizer ({' '.join(str(error).split())[:200]})") from error
+    tokens, expected = len(loaded), describe(path).vocabulary_size
+    if expected is not None and tokens < expected / 2:
+        raise TilerankError(f"{path}: no usable tokenizer (it has {tokens} tokens, the model {expected})")
     return TextTokenizer(
         backend,
         min(max_length, loaded.model_max_length),
         pad_id=loaded.pad_token_id or 0,
         cut_from=loaded.truncation_side,
+        texts=texts,
     )
 
 

@@ -311,6 +311,10 @@ REFUSED = {
     "float64 mask": ((Q, K, K), {"mask": torch.ones(5, 6).double()}, ValueError, "mask is torch.float64"),
     "mask on another device": ((Q, K, K), {"mask": torch.ones(5, 6, device="meta")}, ValueError, "mask is on meta"),
     "mask is a list": ((Q, K, K), {"mask": [[True]]}, TypeError, "mask is a list"),
+    "length beyond 64 bits": ((Q, K, K), {"key_lengths": [2**70, 2]}, ValueError, f"key_lengths holds {2**70}"),
+    "causal is text": ((Q, K, K), {"causal": "no"}, TypeError, "causal is 'no'.*True or False"),
+    "check is a number": ((Q, K, K), {"check": 1}, TypeError, "check is 1.*True or False"),
+    "no variant": ((Q, K, K), {"variant": None}, TypeError, "variant is None.*auto"),
     "infinite scale": ((Q, K, K), {"scale": math.inf}, ValueError, "scale is inf"),
     "NaN scale": ((Q, K, K), {"scale": NAN}, ValueError, "scale is nan"),
     "unknown variant": ((Q, K, K), {"variant": "fastest"}, ValueError, "fastest.*reference"),
@@ -345,6 +349,30 @@ def test_gradients_are_refused_only_where_they_would_be_recorded():
             assert torch.equal(tilerank.attention(*tensors), expected)
     with pytest.raises(NotImplementedError, match="mask"):
         tilerank.attention(q, k, v, mask=torch.zeros(5, 5, requires_grad=True))
+
+
+def test_the_bare_operator_refuses_gradients():
+    q, k, v = inputs()
+    arguments = (None, None, False, 0.3, "auto", False)
+    with pytest.raises(NotImplementedError, match=r"q requires a gradient.*no_grad"):
+        torch.ops.tilerank.attention(q.clone().requires_grad_(), k, v, *arguments)
+    with pytest.raises(NotImplementedError, match=r"mask requires a gradient.*no_grad"):
+        torch.ops.tilerank.attention(q, k, v, None, torch.zeros(5, 5, requires_grad=True), *arguments[2:])
+    with torch.no_grad():
+        torch.ops.tilerank.attention(q.clone().requires_grad_(), k, v, *arguments)
+
+
+def test_forward_mode_tangents_are_refused():
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match="k carries a tangent"):
+        torch.func.jvp(lambda x: tilerank.attention(q, x, v), (k,), (k,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="v carries a tangent"):
+            tilerank.attention(q, k, dual)
+        with pytest.raises(NotImplementedError, match="v carries a tangent"):
+            torch.ops.tilerank.attention(q, k, dual, None, None, False, 0.3, "auto", False)
+        check(q, k, v)
 
 
 # --- as a torch operator -------------------------------------------------------------------------------------

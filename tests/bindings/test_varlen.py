@@ -98,7 +98,9 @@ def test_a_sequence_without_keys_is_zeros_and_the_others_are_right():
 
 def test_maximum_above_the_longest_is_fine():
     call = packed([5, 3])
-    assert torch.equal(tilerank.attention_varlen(*call[:5], 50, 60), tilerank.attention_varlen(*call))
+    expected = tilerank.attention_varlen(*call)
+    for maxima in ((50, 60), (2**62, 2**63 - 1), (np.int32(5), np.uint64(6))):
+        assert torch.equal(tilerank.attention_varlen(*call[:5], *maxima), expected)
 
 
 def test_a_fused_projection_is_read_in_place():
@@ -134,6 +136,10 @@ REFUSED = {
     "negative maximum": ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k is -1"),
     "maximum is a float": ({"max_seqlen_k": 5.0}, TypeError, "max_seqlen_k"),
     "maximum is a tensor": ({"max_seqlen_k": torch.tensor(5)}, TypeError, "max_seqlen_k"),
+    "maximum is a truth value": ({"max_seqlen_q": True}, TypeError, "max_seqlen_q is True"),
+    "maximum beyond 64 bits": ({"max_seqlen_q": 2**70}, ValueError, f"max_seqlen_q is {2**70}"),
+    "causal is text": ({"causal": "no"}, TypeError, "causal is 'no'"),
+    "no variant": ({"variant": None}, TypeError, "variant is None"),
     "scale": ({"scale": float("inf")}, ValueError, "scale is inf"),
     "variant": ({"variant": "fastest"}, ValueError, "fastest"),
 }
@@ -151,8 +157,13 @@ def test_gradients_are_refused():
     call = packed([3, 2])
     with pytest.raises(NotImplementedError, match="gradient"):
         tilerank.attention_varlen(call[0].requires_grad_(), *call[1:])
+    bounds = (torch.tensor(call[3]), torch.tensor(call[4]))
+    with pytest.raises(NotImplementedError, match="gradient"):
+        torch.ops.tilerank.attention_varlen(*call[:3], *bounds, 3, 3, False, 0.3, "auto", False)
     with torch.no_grad():
         check(call)
+    with pytest.raises(NotImplementedError, match="v carries a tangent"):
+        torch.func.jvp(lambda v: tilerank.attention_varlen(call[0].detach(), call[1], v, *call[3:]), *[(call[2],)] * 2)
 
 
 def opcheck_cases():

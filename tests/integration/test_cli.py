@@ -27,6 +27,11 @@ def _rerank(model: Path, *more: str) -> list[str]:
     return ["rerank", "--model", str(model), "--query", "bone", "--device", "cpu", "--max-length", "64", *more]
 
 
+def _stdin(content: bytes) -> io.TextIOWrapper:
+    """Standard input in a locale that is not UTF-8."""
+    return io.TextIOWrapper(io.BytesIO(content), encoding="latin-1")
+
+
 def _only_line(text: str) -> str:
     lines = text.splitlines()
     assert len(lines) == 1, text
@@ -52,11 +57,11 @@ def test_rerank_prints_what_rank_returns(model: Path, tmp_path: Path, capsys: py
 def test_passages_come_from_standard_input(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("bone\n\ncell\n"))
+    monkeypatch.setattr(sys, "stdin", _stdin("\ufeffbone\n\nzürich\n".encode()))
     assert main(_rerank(model, "--json")) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert {one["corpus_id"]: one["text"] for one in results} == {0: "bone", 1: "", 2: "cell"}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert {one["corpus_id"]: one["text"] for one in results} == {0: "bone", 1: "", 2: "zürich"}
+    monkeypatch.setattr(sys, "stdin", _stdin(b""))
     assert main(_rerank(model, "--documents", "-", "--json")) == 0
     assert json.loads(capsys.readouterr().out)["results"] == []
 
@@ -69,15 +74,16 @@ def test_passages_come_from_json_lines(model: Path, tmp_path: Path, capsys: pyte
     assert {one["corpus_id"]: one["text"] for one in results} == {0: "Bone cell", 1: "two\nlines", 2: "cut \ud83d"}
     assert main(_rerank(model, "--documents", str(file))) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
-    file.write_text('{"title": "no text"}\n')
-    assert main(_rerank(model, "--documents", str(file))) == 1
-    assert f"{file}:1: expected a JSON string or an object with a text" in _only_line(capsys.readouterr().err)
+    for record in ('{"title": "no text"}', '{"text": null}', '{"text": 3}', '{"text": "a", "title": 0}', "[" * 100_000):
+        file.write_text(f'{{"text": "bone", "title": null}}\n{record}\n')
+        assert main(_rerank(model, "--documents", str(file))) == 1
+        assert f"{file}:2: expected a JSON string or an object with a text" in _only_line(capsys.readouterr().err)
 
 
 def test_a_query_that_is_cut_is_one_line_of_warning(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("bone\n"))
+    monkeypatch.setattr(sys, "stdin", _stdin(b"bone\n"))
     arguments = _rerank(model, "--json")
     arguments[arguments.index("bone")] = "bone " * 90
     assert main(arguments) == 0
@@ -101,7 +107,7 @@ def test_errors_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("bone\n"))
+    monkeypatch.setattr(sys, "stdin", _stdin(b"bone\n"))
     assert main(_rerank(model, *more)) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -109,11 +115,16 @@ def test_errors_are_one_line(
     assert err.startswith("tilerank: ")
 
 
-def test_files_that_are_not_text(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_text(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "binary"
     file.write_bytes(b"ab\xff\xfe")
     assert main(_rerank(model, "--documents", str(file))) == 1
     assert "is not UTF-8 text" in _only_line(capsys.readouterr().err)
+    monkeypatch.setattr(sys, "stdin", _stdin(b"ab\xff\xfe"))
+    assert main(_rerank(model)) == 1
+    assert "standard input is not UTF-8 text" in _only_line(capsys.readouterr().err)
     assert main(_rerank(model, "--documents", str(tmp_path))) == 1
     assert "Is a directory" in _only_line(capsys.readouterr().err)
 
@@ -189,6 +200,11 @@ def test_equal_scores_of_a_run_keep_the_file_s_order(tmp_path: Path, capsys: pyt
         (QRELS_TREC, '{"1": [1, 2]}', "nDCG@10", "expected JSON {query: {document: score}}"),
         (QRELS_TREC, '{"1": {"a": "high"}}', "nDCG@10", "'high' is not a number"),
         (QRELS_TREC, '{"1": ', "nDCG@10", "expected JSON {query: {document: score}}"),
+        (QRELS_TREC + "1 0 b 0\n", RUN_TREC, "nDCG@10", "qrels:4: document b is judged twice under query 1"),
+        (QRELS_TREC, '{"1": {"a": 1}, "1": {}}', "nDCG@10", "run: the key '1' stands twice in one object"),
+        (QRELS_TREC, '{"1": {"a": 1, "a": 2}}', "nDCG@10", "run: the key 'a' stands twice in one object"),
+        (QRELS_TREC, '{"1": {"a": 1' + "0" * 400 + "}}", "nDCG@10", "is not a number"),
+        (QRELS_TREC, '{"a":' * 100_000, "nDCG@10", "run: expected JSON {query: {document: score}}"),
         (QRELS_TREC, RUN_TREC, "magic@10", "unknown measure 'magic@10'"),
         (QRELS_TREC, None, "nDCG@10", "run: No such file or directory"),
     ],
@@ -204,6 +220,11 @@ def test_evaluate_s_errors_are_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert message in _only_line(err)
+
+
+def test_one_standard_input_is_not_two_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--qrels", "-", "--run", "-", "--measures", "nDCG@10"]) == 1
+    assert "--qrels and --run are both standard input" in _only_line(capsys.readouterr().err)
 
 
 @pytest.fixture

@@ -172,6 +172,21 @@ def test_the_activation_of_the_model_s_configuration(tmp_path: Path, config: dic
     np.testing.assert_array_equal(replaced, ours.score(pairs).logits)
 
 
+def test_an_activation_gets_a_column_of_logits(reranker: Reranker, tiny: Path) -> None:
+    pairs = [(QUERY, passage) for passage in _passages(5)]
+    theirs = CrossEncoder(str(tiny), device="cpu", max_length=64)
+    softmax = torch.nn.Softmax(dim=1)  # over one label: 1, whatever the logit
+    expected = theirs.predict(pairs, activation_fn=softmax)
+    np.testing.assert_array_equal(reranker.predict(pairs, activation_fn=softmax), expected)
+    layer = torch.nn.Linear(1, 1)  # its result would ask for a gradient
+    scores = reranker.score(pairs, activation_fn=layer)
+    np.testing.assert_allclose(scores.values, scores.logits * layer.weight.item() + layer.bias.item(), atol=1e-5)
+    clipped = reranker.score(pairs, activation_fn=torch.nn.ReLU(inplace=True))
+    np.testing.assert_array_equal(clipped.logits, scores.logits)
+    with pytest.raises(ValueError, match=r"activation_fn gave the shape \(\) for 5 pairs"):
+        reranker.predict(pairs, activation_fn=torch.mean)
+
+
 def test_a_saved_cross_encoder_s_activation(tiny: Path, tmp_path: Path) -> None:
     saved = CrossEncoder(str(tiny), device="cpu", activation_fn=torch.nn.Tanh())
     saved.save_pretrained(str(tmp_path / "saved"))
@@ -342,6 +357,17 @@ def test_max_length_above_the_position_table_is_refused_at_start(tiny: Path) -> 
         Reranker(tiny, device="cpu", max_length=4)
     with pytest.raises(TypeError, match="max_length must be an integer, got NoneType"):
         Reranker(tiny, device="cpu", max_length=None)
+    with pytest.raises(TypeError, match="max_length must be an integer, got bool"):
+        Reranker(tiny, device="cpu", max_length=True)
+
+
+def test_max_length_may_be_numpy_s_and_as_short_as_the_kind_allows(tiny: Path, tiny_bi: Path) -> None:
+    for folder, shortest in ((tiny, 5), (tiny_bi, 3)):
+        ours = Reranker(folder, device="cpu", max_length=np.int64(shortest))
+        assert (ours.max_length, type(ours.max_length)) == (shortest, int)
+        assert len(ours.rank("bone", ["cell heart", "bone"])) == 2
+        with pytest.raises(ValueError, match=f"max_length is {shortest - 1}"):
+            Reranker(folder, device="cpu", max_length=shortest - 1)
 
 
 # Precision, attention, device
@@ -407,8 +433,14 @@ def test_devices(tiny: Path) -> None:
     assert Reranker(tiny, max_length=64).device.type == expected
     with pytest.raises(TilerankError, match="CUDA devices"):
         Reranker(tiny, device="cuda:99", max_length=64)
-    with pytest.raises(ValueError, match="device is 'abacus'"):
-        Reranker(tiny, device="abacus", max_length=64)
+    for device in ("abacus", "mps", "meta", "cpu:7", torch.device("meta")):
+        with pytest.raises(TilerankError, match=f"device is {device}; allowed: cpu, cuda, cuda:<number>"):
+            Reranker(tiny, device=device, max_length=64)
+
+
+def test_a_variant_that_cannot_run_there_is_refused_at_start(tiny: Path) -> None:
+    with pytest.raises(TilerankError, match="attention 'naive' does not serve this model here: device is cpu"):
+        Reranker(tiny, device="cpu", attention="naive", max_length=64)
 
 
 # Folders that do not hold what they claim

@@ -95,7 +95,17 @@ DAMAGE = [
     ("corpus.jsonl", '{"_id": "a\\tb", "text": "x"}\n', r"found 'a\tb'"),
     ("corpus.jsonl", '{"_id": "a ", "text": "x"}\n', "blanks at its ends, found 'a '"),
     ("corpus.jsonl", '{"_id": "d1", "text": null}\n', ':1: "text" must be a string, found None'),
-    ("corpus.jsonl", '{"_id": "d1", "title": NaN, "text": "x"}\n', ':1: "title" must be a string, found nan'),
+    (
+        "corpus.jsonl",
+        '{"_id": "d1", "title": NaN, "text": "x"}\n',
+        ":1: JSON that cannot be read ('NaN' is not a finite",
+    ),
+    (
+        "corpus.jsonl",
+        LINE.replace("{}", '{"year": NaN}'),
+        ":1: JSON that cannot be read ('NaN' is not a finite number)",
+    ),
+    ("queries.jsonl", '{"_id": "q1", "text": "x", "metadata": [1e999]}\n', ":1: JSON that cannot be read ('1e999'"),
     ("corpus.jsonl", '{"_id": "d1", "text": "\\ud83d"}\n', ':1: "text" holds half of a surrogate pair'),
     ("corpus.jsonl", LINE.encode() + b'{"_id": "d1", "text": "caf\xe9"}\n', ":2: not UTF-8 (byte 0xe9 at column 27)"),
     ("corpus.jsonl", LINE.encode("utf-16"), ":1: not UTF-8 (byte 0xff at column 1)"),

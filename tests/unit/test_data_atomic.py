@@ -102,6 +102,15 @@ def test_an_exception_keeps_the_old_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_file_in_the_folders_place_is_refused_and_kept(shelf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "canonical"
+    out.write_text("mine")
+    with pytest.raises(TilerankError, match=r"canonical is a file.*move it away"):
+        data.prepare(dataset_settings(), out, tmp_path)
+    assert out.read_text() == "mine"
+    assert not list(tmp_path.glob(".canonical.*"))
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TilerankError, match=r"out cannot be written \(.*\); free the disk or mend its permissions"):  # noqa: SIM117

@@ -57,7 +57,7 @@ def expect_md5(monkeypatch: pytest.MonkeyPatch, md5: str) -> None:
     monkeypatch.setitem(util.DownloadConfig.contents()["beir"]["scifact"], "expected_md5", md5)
 
 
-@pytest.mark.parametrize("prefix", ["", "tiny/", "a/b/"])
+@pytest.mark.parametrize("prefix", ["", "tiny/", "a/b/", "./", "./tiny/"])
 def test_a_zip_gives_the_folders_bytes(
     prefix: str, folder: Path, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +71,13 @@ def test_a_zip_gives_the_folders_bytes(
     for source in ("auto", "local"):
         data.prepare(dataset_settings(source=source), tmp_path / source, tmp_path)
         assert contents(tmp_path / source) == expected
+
+
+@pytest.mark.parametrize("prefix", ["../", "a/../../"])
+def test_members_that_point_out_of_the_zip_are_not_read(prefix: str, folder: Path, tmp_path: Path) -> None:
+    archive = write_zip(tmp_path / "tiny.zip", folder, prefix)
+    with pytest.raises(TilerankError, match=r"holds no corpus.jsonl"), beir.open_source(archive, "test"):
+        pass
 
 
 def test_the_trees_own_shelf_is_looked_at_last(

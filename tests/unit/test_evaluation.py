@@ -101,6 +101,12 @@ def test_ties_keep_the_order_of_the_run():
     assert evaluate({"q": {"z": 1}}, {"q": {"a": 1.0, "z": 1.0}}, ["RR"])["RR"] == 0.5
 
 
+def test_unsigned_scores_rank_by_value():
+    scores = np.array([0, 5, 5, 200], dtype=np.uint8)
+    run = dict(zip("abcd", scores, strict=True))
+    assert evaluate({"q": {"d": 3, "b": 2, "c": 1}}, {"q": run}, ["nDCG"])["nDCG"] == 1.0
+
+
 def test_scores_that_differ_below_float32_are_no_tie():
     assert evaluate({"q": {"a": 1}}, {"q": {"z": 1.0, "a": 1.0 + 1e-12}}, ["RR"])["RR"] == 1.0
 
@@ -132,6 +138,8 @@ def test_bad_measure_is_refused_by_name(name, complaint):
 def test_nan_score_is_refused_and_located():
     with pytest.raises(ValueError, match=r"run\['q1'\]: the score of document number 1 is NaN"):
         evaluate(QRELS, {"q1": {"a": 1.0, "b": math.nan}}, ["AP"])
+    with pytest.raises(ValueError, match=r"run\['unjudged'\]: the score of document number 0 is NaN"):
+        evaluate(QRELS, {**RUN, "unjudged": {"a": math.nan}}, ["AP"])
     with pytest.raises(ValueError, match="NaN"):
         ordered_run(["a", "b"], [1.0, math.nan])
 
@@ -145,6 +153,12 @@ def test_wrong_kinds_of_input_are_refused():
         evaluate({"1": {"7": 1}}, {"1": {7: 1.0}}, ["AP"])
     with pytest.raises(TypeError, match="integer grade"):
         evaluate({"q": {"a": 0.5}}, {"q": {"a": 1.0}}, ["AP"])
+    with pytest.raises(TypeError, match=r"run must map query ids .* got None"):
+        evaluate(QRELS, None, ["AP"])
+    with pytest.raises(TypeError, match=r"run\['q1'\] must map document ids .* got \['a'\]"):
+        evaluate(QRELS, {"q1": ["a"]}, ["AP"])
+    with pytest.raises(TypeError, match=r"a measure must be named by a string .* got 10"):
+        evaluate(QRELS, RUN, ["AP", 10])
     with pytest.raises(ValueError, match="no queries"):
         evaluate({}, RUN, ["AP"])
 

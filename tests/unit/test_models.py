@@ -150,13 +150,43 @@ def test_what_cannot_rank_is_refused(tmp_path: Path, config: dict[str, Any], nam
         models.describe(_folder(tmp_path / "m", config))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '"text"', "\xff"])
+@pytest.mark.parametrize("content", ["{", "[]", '"text"', "\xff", "[" * 100_000])
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, content: str) -> None:
     folder = _folder(tmp_path / "m")
     (folder / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(TilerankError, match=r"config\.json") as failure:
         models.describe(folder)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("config", "architectures", [None]),
+        ("config", "architectures", "BertForSequenceClassification"),
+        ("config", "max_position_embeddings", "512"),
+        ("config", "type_vocab_size", None),
+        ("config", "type_vocab_size", True),
+        ("config", "vocab_size", "30522"),
+        ("config", "id2label", 1),
+        ("config", "sentence_transformers", "x"),
+        ("config", "sbert_ce_default_activation_function", 3),
+        ("sentence_bert_config", "max_seq_length", "256"),
+        ("config_sentence_transformers", "default_prompt_name", 1),
+    ],
+)
+def test_a_field_of_another_kind_is_one_line(tmp_path: Path, file: str, key: str, value: Any) -> None:
+    content = {file: {**(CROSS if file == "config" else {}), key: value}}
+    folder = _folder(tmp_path / "m", content.pop("config", None), modules=POOLING[:1], **content)
+    with pytest.raises(TilerankError, match=rf"{file}\.json: {key} ") as failure:
+        models.describe(folder)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("module", ["x", {}, {"type": "sentence_transformers.models.Pooling"}, {"type": 1, "path": ""}])
+def test_a_module_that_is_none_is_one_line(tmp_path: Path, module: Any) -> None:
+    with pytest.raises(TilerankError, match=r"modules\.json: the module .* is no object with a type and a path"):
+        models.describe(_folder(tmp_path / "m", modules=[module]))
 
 
 @pytest.mark.parametrize(

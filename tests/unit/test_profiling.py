@@ -120,6 +120,19 @@ def test_program_output_around_the_figures_is_skipped():
     assert parse_ncu(noisy) == parse_ncu(text)
 
 
+def test_processes_that_count_their_launches_alike_stay_apart():
+    text = raw_csv({"launch__grid_size": ("", ["1", "2"])}, ["parent", "child"])
+    metrics = parse_ncu(text.replace('"1","77"', '"0","78"'))
+    assert [(metric.kernel, metric.launch, metric.value) for metric in metrics] == [("parent", 0, 1), ("child", 1, 2)]
+
+
+def test_only_the_tool_reports_missing_permission():
+    text = raw_csv({"launch__grid_size": ("", ["1"])}, ["softmax"])
+    assert len(parse_ncu("the program says ERR_NVGPUCTRPERM\n" + text)) == 1
+    with pytest.raises(NcuPermissionError):
+        parse_ncu("==WARNING== ERR_NVGPUCTRPERM\n" + text)
+
+
 def test_details_csv():
     header = COLUMNS + ',"Section Name","Metric Name","Metric Unit","Metric Value","Rule Name","Rule Description"'
     launch = LAUNCH.format(id=0, kernel="kernel")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import merge_json, write_tiny_bert
 
+from tilerank.errors import TilerankError
 from tilerank.tokenization import TextTokenizer, load_tokenizer
 
 _MIXTURE = (
@@ -151,6 +154,23 @@ def test_a_pair_needs_room(folder: Path) -> None:
     assert load_tokenizer(folder, 5).pairs(["the"], ["the cell"]).lengths.tolist() == [5]
     with pytest.raises(ValueError, match="max_length is 4; a pair of one token each takes 5"):
         load_tokenizer(folder, 4)
+
+
+def test_a_text_by_itself_needs_less_room(folder: Path) -> None:
+    assert load_tokenizer(folder, 3, texts=1).texts(["the"], ["the cell"]).lengths.tolist() == [3, 3]
+    with pytest.raises(ValueError, match="max_length is 2; a text of one token takes 3"):
+        load_tokenizer(folder, 2, texts=1)
+
+
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_bert(tmp_path / "whole")
+    assert load_tokenizer(folder, 16).max_length == 16
+    bare = Path(shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json", "vocab.*")))
+    with pytest.raises(TilerankError, match=r"bare: no usable tokenizer \(the folder has none of tokenizer\.json"):
+        load_tokenizer(bare, 16)
+    merge_json(folder / "config.json", {"vocab_size": 500})
+    with pytest.raises(TilerankError, match=r"whole: no usable tokenizer \(it has \d+ tokens, the model 500\)"):
+        load_tokenizer(folder, 16)
 
 
 def test_another_separator_scheme() -> None:

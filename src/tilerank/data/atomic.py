@@ -16,9 +16,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``path`` that takes ``path``'s place when the body ends well.
 
     At every moment ``path`` is the old folder, the new one, or absent. When the body raises, the old folder stays.
-    What killed processes left beside ``path`` is removed first. An operating system's error in the body or in the
-    exchange (a full disk, a folder that may not be written) is raised as a `TilerankError`.
+    What killed processes left beside ``path`` is removed first. A ``path`` that is a file, and an operating system's
+    error in the body or in the exchange (a full disk, a folder that may not be written), are a `TilerankError`.
     """
+    if path.exists() and not path.is_dir():
+        raise TilerankError(f"{path} is a file, but the outputs are a folder; move it away or name another folder")
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     try:

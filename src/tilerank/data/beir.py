@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Protocol
@@ -74,16 +74,17 @@ class ZipFiles:
     path: Path
     archive: zipfile.ZipFile
     prefix: str
+    members: Mapping[str, str]
+    """Plain name -> the name that the zip has for it; see `_members`."""
 
     def label(self, name: str) -> str:
         return f"{self.path}/{self.prefix}{name}"
 
     def names(self) -> Collection[str]:
-        members = self.archive.namelist()
-        return [member.removeprefix(self.prefix) for member in members if member.startswith(self.prefix)]
+        return [member.removeprefix(self.prefix) for member in self.members if member.startswith(self.prefix)]
 
     def open(self, name: str) -> IO[bytes]:
-        return self.archive.open(self.prefix + name)
+        return self.archive.open(self.members[self.prefix + name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ def open_source(path: Path, split: str) -> Iterator[BeirSource]:
         reason = getattr(error, "strerror", None) or error
         raise TilerankError(f"{path} is not a zip that can be read ({reason}); fetch it again") from error
     with archive:
-        source = BeirSource(ZipFiles(path, archive, _prefix(path, archive)), split)
+        members = _members(archive)
+        source = BeirSource(ZipFiles(path, archive, _prefix(path, members), members), split)
         source.check()
         yield source
 
@@ -205,10 +207,15 @@ def _places(name: str, root: Path) -> list[Path]:
     return places
 
 
-def _prefix(path: Path, archive: zipfile.ZipFile) -> str:
+def _members(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Plain name -> the zip's own name: ``./corpus.jsonl`` is corpus.jsonl. Names with ``..`` are left out."""
+    return {str(path): member for member in archive.namelist() if ".." not in (path := PurePosixPath(member)).parts}
+
+
+def _prefix(path: Path, members: Collection[str]) -> str:
     """The folder inside the zip that holds corpus.jsonl: the one nearest to the top."""
-    members = [PurePosixPath(member) for member in archive.namelist()]
-    found = [member.parent for member in members if member.name == CORPUS and "__MACOSX" not in member.parts]
+    paths = [PurePosixPath(member) for member in members]
+    found = [member.parent for member in paths if member.name == CORPUS and "__MACOSX" not in member.parts]
     if not found:
         raise TilerankError(f"{path} holds no {CORPUS}; a BEIR data set has {_LAYOUT}")
     depth = min(len(folder.parts) for folder in found)

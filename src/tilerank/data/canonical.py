@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import zipfile
 import zlib
@@ -209,10 +210,10 @@ def _records(lines: Iterable[bytes], label: str, required: Collection[str]) -> I
     for number, line in _lines(lines, label):
         place = f"{label}:{number}"
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except json.JSONDecodeError as error:
             raise TilerankError(f"{place}: not JSON ({error.msg} at column {error.colno}); {_FETCH_AGAIN}") from error
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, nesting without end
+        except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, nesting without end
             raise TilerankError(f"{place}: JSON that cannot be read ({error}); {_FETCH_AGAIN}") from error
         if not isinstance(record, dict):
             raise TilerankError(f"{place}: expected a JSON object, found {_shown(record)}; {_FETCH_AGAIN}")
@@ -249,6 +250,14 @@ def _lines(lines: Iterable[bytes], label: str) -> Iterator[tuple[int, str]]:
         ) from error
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise TilerankError(f"{label} is damaged after line {number} ({error}); fetch the data set again") from error
+
+
+def _finite(number: str) -> float:
+    """The number, unless JSON could not hold it again: Python reads NaN, Infinity and 1e999 and writes no JSON then."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{_shown(number)} is not a finite number")
+    return value
 
 
 def _text(record: Mapping[str, Any], field: str, place: str) -> str:

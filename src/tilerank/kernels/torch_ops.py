@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import library, registry
@@ -24,6 +26,7 @@ _MASK_TYPES = {
     torch.bfloat16: library.MASK_BF16,
 }
 _LENGTHS_TYPES = {torch.int32: library.LENGTHS_INT32, torch.int64: library.LENGTHS_INT64}
+_INT64_MAX = 2**63 - 1
 
 
 def attention(
@@ -61,12 +64,14 @@ def attention(
     Raises:
         ValueError: shapes, dtypes, devices or lengths that do not fit, or a named variant that does not serve the call.
         TypeError: an argument of another kind.
-        NotImplementedError: a gradient would be recorded; no variant has a backward pass.
+        NotImplementedError: a gradient would be recorded, or a tangent (``torch.func.jvp``) would be lost; no variant
+            is differentiable.
     """
     _check_tensors(q=q, k=k, v=v)
     if mask is not None:
         _check_tensors(mask=mask)
-    _refuse_gradients(q=q, k=k, v=v, mask=mask)
+    _refuse_gradients(q=q, k=k, v=v, mask=mask)  # here too, because torch.func unwraps what the operator sees
+    _check_options(causal, variant, check)
     if key_lengths is not None:
         key_lengths = _integers("key_lengths", key_lengths)
     return torch.ops.tilerank.attention.default(q, k, v, key_lengths, mask, causal, _scale(scale, q), variant, check)
@@ -108,17 +113,15 @@ def attention_varlen(
     """
     _check_tensors(q=q, k=k, v=v)
     _refuse_gradients(q=q, k=k, v=v)
-    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-            raise TypeError(f"{name} is {value!r}; expected an int (it sizes the launch, so the host must know it)")
+    _check_options(causal, variant, check)
     return torch.ops.tilerank.attention_varlen.default(
         q,
         k,
         v,
         _integers("cu_seqlens_q", cu_seqlens_q),
         _integers("cu_seqlens_k", cu_seqlens_k),
-        max_seqlen_q,
-        max_seqlen_k,
+        _maximum("max_seqlen_q", max_seqlen_q),
+        _maximum("max_seqlen_k", max_seqlen_k),
         causal,
         _scale(scale, q),
         variant,
@@ -136,14 +139,43 @@ def _check_tensors(**tensors: Any) -> None:
 
 
 def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
-    if not torch.is_grad_enabled():
+    records = torch.is_grad_enabled()
+    has_duals = forward_ad._current_level >= 0  # asking each tensor takes a microsecond
+    if not records and not has_duals:
         return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is None:
+            continue
+        if records and tensor.requires_grad:
             raise NotImplementedError(
                 f"{name} requires a gradient, and no tilerank variant has a backward pass; call under "
                 "torch.no_grad() or torch.inference_mode(), or train with SDPA"
             )
+        if has_duals and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} carries a tangent of forward-mode differentiation, and no tilerank variant computes that "
+                "gradient; call with plain tensors, or differentiate SDPA"
+            )
+
+
+def _check_options(causal: Any, variant: Any, check: Any) -> None:
+    """The operator's schema would take any object for true or false."""
+    for name, value in (("causal", causal), ("check", check)):
+        if not isinstance(value, bool | torch.SymBool):
+            raise TypeError(f"{name} is {value!r}; expected True or False")
+    if not isinstance(variant, str):
+        raise TypeError(f"variant is {variant!r}; expected the name of a variant, or 'auto'")
+
+
+def _maximum(name: str, value: Any) -> int:
+    """A sequence length that sizes the launch, so that the host must know it."""
+    if isinstance(value, np.integer):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name} is {value!r}; expected an int (it sizes the launch, so the host must know it)")
+    if value > _INT64_MAX:
+        raise ValueError(f"{name} is {value}; it must be below 2**63")
+    return value
 
 
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -153,7 +185,10 @@ def _integers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
             raise TypeError(f"{name} is {values!r}; expected a tensor or a sequence of integers")
         try:
             values = torch.as_tensor(values) if len(values) else torch.empty(0, dtype=torch.int64)
-        except (RuntimeError, ValueError) as error:
+        except (OverflowError, RuntimeError, ValueError) as error:
+            too_large = [x for x in values if isinstance(x, int) and not -_INT64_MAX <= x <= _INT64_MAX]
+            if too_large:
+                raise ValueError(f"{name} holds {too_large[0]}; no length is beyond 64 bits") from error
             raise TypeError(f"{name} is {values!r}; expected integers ({error})") from error
     if values.dtype in _LENGTHS_TYPES:
         return values
@@ -200,6 +235,7 @@ def _check_padded(
     mask: torch.Tensor | None,
     scale: float,
 ) -> None:
+    _refuse_gradients(q=q, k=k, v=v, mask=mask)
     _check_common(q, k, v, "[B, H, S, D]", scale)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]} but q has batch {q.shape[0]}; they must be equal")
@@ -229,6 +265,7 @@ def _check_packed(
     max_seqlen_k: int,
     scale: float,
 ) -> None:
+    _refuse_gradients(q=q, k=k, v=v)
     _check_common(q, k, v, "[T, H, D]", scale)
     for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if bounds.dim() != 1 or bounds.shape[0] < 1:
@@ -446,6 +483,8 @@ def _attention_varlen(
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     total_q, heads, head_dim = q.shape
     total_k = k.shape[0]
+    # No sequence is longer than all rows; without this a generous announcement would size the launch.
+    max_seqlen_q, max_seqlen_k = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
     known_q, known_k = _host_values(cu_seqlens_q, check), _host_values(cu_seqlens_k, check)
     if known_q is not None:
         _check_bounds("q", known_q, total_q, max_seqlen_q)
