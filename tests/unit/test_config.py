@@ -43,7 +43,7 @@ def test_quickstart_stays_small_on_a_machine_with_a_gpu(repository: Path) -> Non
     settings = compose_settings(repository / "conf", ["experiment=quickstart", "machine=auto"])
     assert (settings.dataset.name, settings.model.name) == ("pydocs", "all-minilm-l6")
     assert (settings.workload.queries, settings.workload.candidates, settings.workload.max_length) == (20, 50, 256)
-    assert settings.machine.rerank_queries == 3
+    assert (settings.machine.rerank_queries, settings.machine.rerank_rounds) == (2, 1)
 
 
 def test_machine_auto_takes_its_name_from_the_environment(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
