@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests run in JOBS processes, the tests of one file in one of them (they share what they build).
+JOBS ?= auto
 RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
 
 .DEFAULT_GOAL := help
@@ -17,10 +19,10 @@ quickstart: env ## Run the whole pipeline on the embedded data set, in build/qui
 	@$(RUN) -m stages.quickstart
 
 test: env ## Run the tests (no GPU needed)
-	@$(RUN) -m pytest -m "not slow"
+	@$(RUN) -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 test-all: env ## Run every test, the slow ones too
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 lint: env ## Check style and formatting
 	@$(BIN)/ruff check .
