@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def build_driver(source: Path, folder: Path, sanitize: str = "") -> Path:
-    tools = build._toolchain(False)
+    tools = build.toolchain(False)
     options = {"TILERANK_BACKEND": "host", "TILERANK_DRIVER": "ON", "TILERANK_SANITIZE": sanitize}
     options |= {
         "CMAKE_MAKE_PROGRAM": tools.ninja,

@@ -154,6 +154,20 @@ FULL = {
             "reranker": by_precision(quality(0.7625)),
         }
     },
+    "check_kernels_naive": {
+        "checks": {
+            "naive": {
+                "cases": 456,
+                "wrong": 0,
+                "memcheck_findings": 0,
+                "racecheck_findings": 2,
+                "initcheck_findings": 0,
+                "synccheck_findings": 0,
+                "ptx_75_wrong": 0,
+                "ptx_80_wrong": 3,
+            }
+        }
+    },
     "later": {
         "block": {"fp16": {"us": 101.0, "launches": 1, "unfused_us": 203.0, "unfused_launches": 7}},
         "bert_large": {
@@ -310,6 +324,26 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
     assert "| fp32 | 5.02 | 6.03 | 3.04 | 50.3 | 12.1 | 10.02× | 2.41× | 9,960 |" in text
     assert text.index("| fp32") < text.index("| tf32") < text.index("| fp16") < text.index("| bf16")
     assert "<sub>bench_rerank: NVIDIA H200, driver 570.1, torch 2.11.0, commit 0123456789, 2026-11-29</sub>" in text
+
+
+def test_checks_are_told_and_one_without_an_answer_says_why():
+    checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
+    assert "| naive | 456 | right | clean | 2 | clean | clean | right | 3 |" in readme_tables(
+        (Record("check_kernels_naive", {"checks": checks}, {}),)
+    )["checks"]
+    checks["naive"] = {
+        "cases": 9,
+        "wrong": 0,
+        "memcheck_findings": 0,
+        "not_available": {"racecheck": "no permission", "ptx_80": "the variant needs compute capability 9.0"},
+    }
+    checks["reference"] = {"available": False, "reason": "host code"}
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert (
+        "| naive | 9 | right | clean | not available (no permission) | "
+        "not available (the variant needs compute capability 9.0) |" in text
+    )
+    assert "reference" not in text.split("\n\n")[0]
 
 
 def test_records_of_one_origin_are_named_together_and_changed_sources_are_said(records):

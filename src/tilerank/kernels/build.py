@@ -137,7 +137,8 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 @cache
-def _toolchain(needs_nvcc: bool) -> Toolchain:
+def toolchain(needs_nvcc: bool) -> Toolchain:
+    """The programs found on this machine; `TilerankError` with what to install when one is missing."""
     programs = {name: _find_program(name) for name in ("cmake", "ninja")}
     programs["c++"] = next(filter(None, map(_find_program, ("g++", "c++", "clang++"))), None)
     missing = [name for name, path in programs.items() if path is None]
@@ -174,7 +175,8 @@ def read_sources(source: Path) -> dict[str, bytes]:
     return files
 
 
-def _digest(*parts: bytes) -> str:
+def digest_of(*parts: bytes) -> str:
+    """One digest, in hexadecimal, of several pieces whose borders count."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -184,13 +186,13 @@ def _digest(*parts: bytes) -> str:
 def _build_id(target: Target, versions: str, files: Mapping[str, bytes]) -> str:
     sources = [item for name in sorted(files) for item in (name.encode(), files[name])]
     options = (target.backend, target.archs, target.sanitize, versions)
-    return _digest(*(text.encode() for text in options), *sources)[:32]
+    return digest_of(*(text.encode() for text in options), *sources)[:32]
 
 
 def build_id(target: Target, source: Path | None = None) -> str:
     """The id that a library built now from ``source`` (this installation's ``cuda/``) would carry."""
     files = read_sources(source or cuda_dir())
-    return _build_id(target, _toolchain(target.backend == "cuda").versions, files)
+    return _build_id(target, toolchain(target.backend == "cuda").versions, files)
 
 
 def library_path(identity: str, cache_folder: Path | None = None) -> Path:
@@ -414,7 +416,7 @@ def build(
     """
     source = (source or cuda_dir()).resolve()
     folder = cache_folder or cache_dir()
-    tools = _toolchain(target.backend == "cuda")
+    tools = toolchain(target.backend == "cuda")
     files = read_sources(source)
     identity = _build_id(target, tools.versions, files)
     result = library_path(identity, folder)
@@ -436,7 +438,7 @@ def build(
         str(tools.cxx),
         str(tools.nvcc),
     )
-    tree = folder / f"tree-{_digest(*map(str.encode, where))[:16]}"
+    tree = folder / f"tree-{digest_of(*map(str.encode, where))[:16]}"
     log = tree.with_suffix(".log")
     with _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
         if result.exists():  # the builder we waited for made it
