@@ -116,7 +116,7 @@ FULL = {
     },
     "integrate_hf": {
         "drop_in": by_precision({"ms": 20.1, "baseline_ms": 23.8, "speedup": 1.184, "predicted_speedup": 1.201}),
-        "quality": {"drop_in": by_precision(quality(0.7619))},
+        "quality": {"drop_in": by_precision(quality(0.7619)), "drop_in_stub": {"fp32": quality(0.8801)}},
     },
     "bench_rerank": {
         "rerank": by_precision(
@@ -328,9 +328,10 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
 
 def test_checks_are_told_and_one_without_an_answer_says_why():
     checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
-    assert "| naive | 456 | right | clean | 2 | clean | clean | right | 3 |" in readme_tables(
-        (Record("check_kernels_naive", {"checks": checks}, {}),)
-    )["checks"]
+    assert (
+        "| naive | 456 | right | clean | 2 | clean | clean | right | 3 |"
+        in readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    )
     checks["naive"] = {
         "cases": 9,
         "wrong": 0,
@@ -359,6 +360,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
     text = readme_tables(records)["quality"]
     assert "| BM25, all queries of the split | 0.6617 | – | – | – | – | 0.8686 |" in text
     assert "| unmodified model, fp32 | 0.7615 |" in text
+    assert "| drop-in-stub fp32 | 0.8801 |" in text
     assert (
         "| reranker bf16 | 0.7625 | -0.0031 | +0.0042 | 0.7412 | 0.8512 | – | 98.5 % | 4 | 1.9e-05 | 0.9993 | 300 |"
         in text

@@ -315,7 +315,8 @@ TABLES = (
         QUALITY_COLUMNS,
         "The difference is the 95 % bootstrap interval of nDCG@10 against the unmodified fp32 model, paired over "
         "queries. Top ten equal: the share of queries with the unmodified model's ordered top ten, neighbours that "
-        "numerical noise can exchange counted as ties.",
+        "numerical noise can exchange counted as ties. Scorers called stub rank the stub's candidates, the relevant "
+        "documents among random others, and are compared with the unmodified model on these.",
         facts=(
             Column("Queries with candidates", "queries_with_results", count),
             Column("judged documents missing from the corpus", "missing_documents", count),
