@@ -11,7 +11,7 @@ from stages._run import Stage, variant_main
 def run(stage: Stage) -> None:
     """Write metrics/<machine>/check_kernels_<variant>.json."""
     from tilerank import kernel_checks
-    from tilerank.kernels import build, registry
+    from tilerank.kernels import build, driver, registry
     from tilerank.machine import device_for
 
     row = registry.get(stage.options.variant)
@@ -20,7 +20,9 @@ def run(stage: Stage) -> None:
     elif device_for(stage.settings.machine.name) == "cpu":
         record = {"available": False, "reason": "no CUDA device is used on this machine"}
     else:
-        record = kernel_checks.check_variant(row, build.present_capabilities())
+        capabilities = build.present_capabilities()
+        reason = driver.refusal(row, row.min_sm, min(capabilities))
+        record = {"available": False, "reason": reason} if reason else kernel_checks.check_variant(row, capabilities)
     if "failure" in record:
         print(f"check_kernels: {row.name}: FAIL ({record['failure']})")
     stage.write_metrics({"checks": {row.name: record}}, suffix=row.name)

@@ -64,9 +64,9 @@ def _under(program: Path, variant: str, tool: str) -> Outcome:
 
 
 def _from_ptx(row: Row, arch: int, device: int, check: str) -> Outcome:
-    refusal = driver.ptx_refusal(row, arch, device)
-    if refusal is not None:
-        raise TilerankError(refusal)
+    reason = driver.refusal(row, arch, device)
+    if reason is not None:
+        raise TilerankError(reason)
     program = driver.build_driver(build.Target("cuda", f"{arch}-virtual"))
     return Outcome(check, tally=driver.run_driver(program, row.name))
 

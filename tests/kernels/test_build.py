@@ -107,6 +107,17 @@ def test_the_id_depends_on_sources_target_and_compiler(source: Path, monkeypatch
     assert build.build_id(CPU, source) != edited
 
 
+def test_libraries_beside_an_nvcc_from_a_wheel_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toolkit keeps them in lib64, where nvcc looks; the wheel in lib, where it does not."""
+    monkeypatch.setenv("LIBRARY_PATH", "/elsewhere")
+    nvcc = tmp_path / "bin" / "nvcc"
+    assert build.environment(nvcc)["LIBRARY_PATH"] == "/elsewhere"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart_static.a").touch()
+    assert build.environment(nvcc)["LIBRARY_PATH"] == f"{tmp_path / 'lib'}{os.pathsep}/elsewhere"
+    assert build.environment()["LIBRARY_PATH"] == "/elsewhere"
+
+
 def test_flags_from_the_environment_do_not_reach_the_compilers(
     source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

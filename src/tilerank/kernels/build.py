@@ -319,12 +319,18 @@ def _sync(files: Mapping[str, bytes], folder: Path) -> None:
             path.write_bytes(content)
 
 
-def environment() -> dict[str, str]:
-    """The environment that compilers run in: without variables that would add options of their own."""
-    return {name: value for name, value in os.environ.items() if name not in _FLAG_VARIABLES}
+def environment(nvcc: Path | None = None) -> dict[str, str]:
+    """The environment that compilers run in: without variables that would add options of their own.
+
+    nvcc: links against what lies beside it. The wheel has these libraries in ``lib``, where nvcc does not look.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _FLAG_VARIABLES}
+    if nvcc is not None and (libraries := nvcc.parent.parent / "lib").joinpath("libcudart_static.a").exists():
+        kept["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(libraries), kept.get("LIBRARY_PATH")]))
+    return kept
 
 
-def _run_logged(command: list[str | Path], log: Path, lock: int, bar: _Bar) -> None:
+def _run_logged(command: list[str | Path], nvcc: Path | None, log: Path, lock: int, bar: _Bar) -> None:
     """Run one build program, appending its output to ``log``; `TilerankError` with its first error line."""
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -334,7 +340,7 @@ def _run_logged(command: list[str | Path], log: Path, lock: int, bar: _Bar) -> N
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            env=environment(),
+            env=environment(nvcc),
             pass_fds=(lock,),
         )
         deadline = threading.Timer(BUILD_LIMIT_S, process.kill)
@@ -448,8 +454,8 @@ def build(
             _sync(files, tree / "src")
             bar = _Bar(f"building the kernel library ({target.backend} {target.archs.replace(';', ' ')})".strip())
             with contextlib.closing(bar), _heartbeat(log):
-                _run_logged(_configure_command(tools, target, identity, tree), log, lock, bar)
-                _run_logged([tools.ninja, "-C", tree / "build", "tilerank"], log, lock, bar)
+                _run_logged(_configure_command(tools, target, identity, tree), tools.nvcc, log, lock, bar)
+                _run_logged([tools.ninja, "-C", tree / "build", "tilerank"], tools.nvcc, log, lock, bar)
         # Under a name of this process first, and on disk before it is renamed: loading half a library is a crash.
         temporary = folder / f".{result.name}.{os.getpid()}"
         with temporary.open("wb") as output:

@@ -74,7 +74,7 @@ def build_driver(target: build.Target, *, source: Path | None = None, cache_fold
             capture_output=True,
             text=True,
             check=False,
-            env=build.environment(),
+            env=build.environment(tools.nvcc),
         )
         if answer.returncode != 0:
             said = (answer.stdout + answer.stderr).splitlines()
@@ -99,10 +99,10 @@ def run_driver(program: Path, variant: str) -> Tally:
     return parse_tally(f"{answer.stderr}\n{answer.stdout}", variant)
 
 
-def ptx_refusal(row: registry.Row, arch: int, device: int) -> str | None:
-    """Why PTX of compute capability ``arch`` (times ten) of ``row`` cannot run on ``device``, or None when it can."""
+def refusal(row: registry.Row, arch: int, device: int) -> str | None:
+    """Why code of ``row`` for compute capability ``arch`` (times ten) cannot run on ``device``, or None when it can."""
     if row.min_sm > arch:
         return f"the variant needs compute capability {row.min_sm / 10}"
     if device < arch:
-        return f"this device has compute capability {device / 10}"
+        return f"this device has compute capability {device / 10}, below {arch / 10}"
     return None
