@@ -7,7 +7,7 @@ JOBS ?= auto
 RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-all lint format repro model ui pack compose records-check build doctor clean
+.PHONY: help env quickstart test test-all lint format repro gpu model ui pack compose records-check build doctor clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ format: env ## Format the Python code
 
 repro: env ## Reproduce the record of params.yaml on this machine (dvc repro)
 	@$(RUN) -m dvc repro
+
+gpu: env ## Record this machine's GPU beside the committed record (OVERRIDES="model=ms_marco")
+	@$(RUN) -m stages.gpu $(OVERRIDES)
 
 model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
 	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))

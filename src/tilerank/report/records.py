@@ -14,7 +14,7 @@ SUMMARY_FILE = "summary.json"
 
 SECTIONS = (
     *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "block", "bert_large", "micro"),
+    *("quality", "memory", "checks", "block", "bert_large", "micro"),
 )
 """The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
 
