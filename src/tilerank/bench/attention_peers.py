@@ -18,6 +18,9 @@ from tilerank.bench.workloads import AttentionInputs
 SDPA = "sdpa"
 """The name of the peer that everybody has: torch's own choice of backend."""
 
+PACKED_FLASH, PACKED_EFFICIENT = "varlen flash", "mem-efficient packed"
+"""torch's kernels for packed input: FlashAttention-2 for 16 bit, the memory-efficient one for fp32."""
+
 _BACKENDS = {
     "sdpa math": "MATH",
     "sdpa mem-efficient": "EFFICIENT_ATTENTION",
@@ -40,6 +43,7 @@ class Peer:
 
 def masked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
     """Peers that leave padding keys out: a boolean key mask, a block mask, or packed input."""
+    torch._dynamo.reset()  # it compiles one function for a few kinds of input only, then stops in silence
     mask = inputs.valid[:, None, None, :]
     return tuple(
         _tried(name, layout, make)
@@ -47,15 +51,24 @@ def masked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
             *((name, "padded", make) for name, make in _sdpa_makers(inputs, mask)),
             ("flex key mask", "padded", lambda: _flex(inputs, hide_queries=False)),
             ("flex key+query mask", "padded", lambda: _flex(inputs, hide_queries=True)),
-            ("mem-efficient packed", "packed", lambda: _efficient_packed(inputs)),
-            ("varlen flash", "packed", lambda: _varlen(inputs)),
+            (PACKED_EFFICIENT, "packed", lambda: _efficient_packed(inputs)),
+            (PACKED_FLASH, "packed", lambda: _varlen(inputs)),
+            ("flash-attention-4 packed", "packed", lambda: _flash_4_packed(inputs)),
         ]
     )
 
 
 def unmasked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
     """Peers over the padded batch as if every key were valid."""
-    return tuple(_tried(name, "padded", make) for name, make in _sdpa_makers(inputs, None))
+    makers = [*_sdpa_makers(inputs, None), ("flash-attention-4", lambda: _flash_4(inputs))]
+    return tuple(_tried(name, "padded", make) for name, make in makers)
+
+
+def packed_peer(inputs: AttentionInputs) -> Peer:
+    """torch's own kernel for packed input of this dtype."""
+    if inputs.q.dtype == torch.float32:
+        return _tried(PACKED_EFFICIENT, "packed", lambda: _efficient_packed(inputs))
+    return _tried(PACKED_FLASH, "packed", lambda: _varlen(inputs))
 
 
 def _tried(name: str, layout: str, make: Callable[[], Attention]) -> Peer:
@@ -129,3 +142,22 @@ def _varlen(inputs: AttentionInputs) -> Attention:
     q, k, v = inputs.packed_q, inputs.packed_k, inputs.packed_v
     bounds, longest = inputs.cu_seqlens, inputs.max_length
     return lambda: attention(q, k, v, bounds, bounds, longest, longest)
+
+
+def _flash_4_packed(inputs: AttentionInputs) -> Attention:
+    attention = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    q, k, v, bounds = inputs.packed_q, inputs.packed_k, inputs.packed_v, inputs.cu_seqlens
+    options = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
+    options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), inputs.max_length)
+    return lambda: _output(attention(q, k, v, **options))
+
+
+def _flash_4(inputs: AttentionInputs) -> Attention:
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))  # [B, S, H, D], as it lies
+    return lambda: _output(attention(q, k, v)).transpose(1, 2)
+
+
+def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """FlashAttention-4 returns the result alone, or with the logarithms of the sums."""
+    return result[0] if isinstance(result, tuple) else result
