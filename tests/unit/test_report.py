@@ -174,7 +174,7 @@ FULL = {
             },
             "1024": {"tokens_per_s": 302000.0},
         },
-        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, **PEER}}},
+        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, "variant": "mma", **PEER}}},
     },
 }
 

@@ -63,7 +63,7 @@ class KernelCall:
     run: Callable[[], torch.Tensor]  # queues the kernel; returns `out`
     out: torch.Tensor  # padded [B, H, S, D], or packed [T, H, D]
     layout: str
-    inputs: AttentionInputs  # held here because the library knows only their addresses
+    inputs: object  # held here because the library knows only their addresses
 
     def poison(self) -> None:
         """Fill the output with NaN, so that an element that is not written shows."""
@@ -76,10 +76,58 @@ def kernel_call(
     """Prepare ``row`` on ``inputs``; a packed call is always masked. `library.KernelError` when it refuses them."""
     if layout == "packed":
         out = torch.empty_like(inputs.packed_q)
-        params, function = _packed_params(inputs, out), lib.attention_varlen
-    else:
-        out = torch.empty_like(inputs.q.transpose(1, 2)).transpose(1, 2)
-        params, function = _padded_params(inputs, out, masked), lib.attention
+        return _prepared(lib, row, _packed_params(inputs, out), out, layout, inputs)
+    lengths = inputs.key_lengths if masked else None
+    return dense_call(lib, row, inputs.q, inputs.k, inputs.v, key_lengths=lengths)
+
+
+def dense_call(
+    lib: library.Library,
+    row: registry.Row,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_lengths: torch.Tensor | None = None,
+    causal: bool = False,
+) -> KernelCall:
+    """Prepare ``row`` on padded tensors: q ``[B, H, Sq, D]``, k and v ``[B, Hkv, Sk, D]``, key_lengths ``[B]`` int32.
+
+    The result lies in memory as transformers wants it, ``[B, Sq, H, D]``.
+    """
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    batch, heads, rows, head_dim = q.shape
+    params = library.AttentionParams(
+        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
+        dtype=_dtype_code(q),
+        causal=causal,
+        scale=head_dim**-0.5,
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        q_len=rows,
+        k_len=k.shape[2],
+        head_dim=head_dim,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        out_strides=out.stride()[:3],
+    )
+    if key_lengths is not None:
+        params.key_lengths = key_lengths.data_ptr()
+        params.key_lengths_type = library.LENGTHS_INT32
+    return _prepared(lib, row, params, out, "padded", (q, k, v, key_lengths))
+
+
+def _prepared(
+    lib: library.Library,
+    row: registry.Row,
+    params: library.AttentionParams | library.AttentionVarlenParams,
+    out: torch.Tensor,
+    layout: str,
+    inputs: object,
+) -> KernelCall:
+    function = lib.attention_varlen if layout == "packed" else lib.attention
     size = lib.workspace_size(row.name, params)
     workspace = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=out.device)
     workspace = workspace[-workspace.data_ptr() % _ALIGNMENT :]
@@ -90,30 +138,6 @@ def kernel_call(
         return out
 
     return KernelCall(run, out, layout, inputs)
-
-
-def _padded_params(inputs: AttentionInputs, out: torch.Tensor, masked: bool) -> library.AttentionParams:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    batch, heads, rows, head_dim = q.shape
-    params = library.AttentionParams(
-        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
-        dtype=_dtype_code(q),
-        scale=head_dim**-0.5,
-        batch=batch,
-        heads=heads,
-        kv_heads=heads,
-        q_len=rows,
-        k_len=rows,
-        head_dim=head_dim,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        out_strides=out.stride()[:3],
-    )
-    if masked:
-        params.key_lengths = inputs.key_lengths.data_ptr()
-        params.key_lengths_type = library.LENGTHS_INT32
-    return params
 
 
 def _packed_params(inputs: AttentionInputs, out: torch.Tensor) -> library.AttentionVarlenParams:

@@ -48,7 +48,7 @@ def masked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
     return tuple(
         _tried(name, layout, make)
         for name, layout, make in [
-            *((name, "padded", make) for name, make in _sdpa_makers(inputs, mask)),
+            *((name, "padded", make) for name, make in _sdpa_makers(inputs.q, inputs.k, inputs.v, mask=mask)),
             ("flex key mask", "padded", lambda: _flex(inputs, hide_queries=False)),
             ("flex key+query mask", "padded", lambda: _flex(inputs, hide_queries=True)),
             (PACKED_EFFICIENT, "packed", lambda: _efficient_packed(inputs)),
@@ -60,7 +60,15 @@ def masked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
 
 def unmasked_peers(inputs: AttentionInputs) -> tuple[Peer, ...]:
     """Peers over the padded batch as if every key were valid."""
-    makers = [*_sdpa_makers(inputs, None), ("flash-attention-4", lambda: _flash_4(inputs))]
+    return dense_peers(inputs.q, inputs.k, inputs.v)
+
+
+def dense_peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> tuple[Peer, ...]:
+    """Peers over all keys, or over keys 0..i of query i: q ``[B, H, Sq, D]``, k and v ``[B, Hkv, Sk, D]``."""
+    makers = [
+        *_sdpa_makers(q, k, v, causal=causal),
+        ("flash-attention-4", lambda: _flash_4(q, k, v, causal=causal)),
+    ]
     return tuple(_tried(name, "padded", make) for name, make in makers)
 
 
@@ -85,13 +93,15 @@ def _tried(name: str, layout: str, make: Callable[[], Attention]) -> Peer:
     return Peer(name, layout, run)
 
 
-def _sdpa_makers(inputs: AttentionInputs, mask: torch.Tensor | None) -> Iterator[tuple[str, Callable[[], Attention]]]:
+def _sdpa_makers(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, causal: bool = False
+) -> Iterator[tuple[str, Callable[[], Attention]]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q, k, v = inputs.q, inputs.k, inputs.v
+    options = {"attn_mask": mask, "is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
 
     def default() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
     yield SDPA, lambda: default
 
@@ -152,10 +162,10 @@ def _flash_4_packed(inputs: AttentionInputs) -> Attention:
     return lambda: _output(attention(q, k, v, **options))
 
 
-def _flash_4(inputs: AttentionInputs) -> Attention:
+def _flash_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Attention:
     attention = importlib.import_module("flash_attn.cute").flash_attn_func
-    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))  # [B, S, H, D], as it lies
-    return lambda: _output(attention(q, k, v)).transpose(1, 2)
+    turned = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, S, H, D]
+    return lambda: _output(attention(*turned, causal=causal)).transpose(1, 2)
 
 
 def _output(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
