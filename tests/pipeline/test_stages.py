@@ -31,6 +31,7 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
         "bench_rerank.json",
         "integrate_hf.json",
         "bench_attention_naive.json",
+        "bench_micro.json",
         "build_kernels_naive.json",
         "summary.json",
     } <= names

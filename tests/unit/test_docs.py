@@ -76,6 +76,9 @@ def test_what_a_variant_serves() -> None:
     [
         ({"max_k_len": 1 << 30}, 6, "up to 2^30"),
         ({"max_k_len": 1000}, 6, "up to 1,000"),
+        ({"dtype_min_sm": {"bf16": 86}}, 7, "sm_80 (bf16 from sm_86)"),
+        ({"min_sm": 90, "max_sm": 90}, 7, "sm_90 only"),
+        ({"max_sm": 89}, 7, "sm_80 to sm_89"),
         ({"preference": 12}, 8, "12"),
         ({"preference": 0}, 8, "0"),
         ({"auto": False, "preference": 12}, 8, "by name"),

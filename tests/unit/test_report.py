@@ -98,6 +98,14 @@ FULL = {
                 "max_abs_error": 2.2e-6,
             },
             "another": {"us": 2050.0, "speedup_vs_sdpa": 0.62, "max_abs_error": 2.2e-6},
+            "triple": {"us": 905.0, "masked": True, "products": "fp16x3"},
+        },
+        "rungs": {
+            "fp16": {
+                "fused": {"packed_us": 77.7, "padded_us": 88.8, "speedup_vs_best_peer": 1.09, "best_peer": "flash"}
+                | {"max_abs_error": 1e-3, "share_of_floor": 0.325, "scales": {"x8": {"speedup_vs_peer": 1.0301}}}
+                | RUNG
+            }
         },
         "attention": by_precision(
             {
@@ -180,7 +188,7 @@ FULL = {
             },
             "1024": {"tokens_per_s": 302000.0},
         },
-        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, **PEER}}},
+        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, "variant": "mma", **PEER}}},
     },
 }
 
@@ -239,7 +247,7 @@ def test_summary_merges_the_contract_sections_and_leaves_lists_and_other_keys_in
     summary = summarise(records)
     assert set(summary) == {spec.name for spec in TABLES}
     assert set(summary["quality"]) >= {"bm25_ndcg10", "baseline_ndcg10", "drop_in", "reranker"}
-    assert set(summary["ladder"]) == {"naive", "fused", "another", "best_ffma"}
+    assert set(summary["ladder"]) == {"naive", "fused", "another", "triple", "best_ffma"}
     assert summary["workload"]["scifact"]["tokens"] == 18012
     assert "rows" not in summary["workload"]["scifact"].get("histogram", {})
     assert "list" not in {type(value).__name__ for value in leaves(summary)}
@@ -253,6 +261,49 @@ def test_summary_names_the_quickest_masked_rung(records):
     failed = [Record("bench_attention_y", {"ladder": {"y": {"masked": True, "failure": "wrong"}}}, {})]
     assert summarise([*records, *unmasked, *failed])["ladder"]["best_ffma"] == best
     assert "best_ffma" not in summarise([*unmasked, *failed])["ladder"]
+
+
+RUNGS = {
+    "older": {"us": 90.0, "layout": "packed", "best_peer_us": 84.0, "speedup_vs_best_peer_is_noise": True},
+    "newer": {
+        **{"us": 40.0, "layout": "packed", "padded_us": 50.0, "sdpa_us": 240.0, "best_peer": "flex", "floor_us": 20.0},
+        **{"best_peer_us": 84.0, "max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3},
+    },
+    "padded": {"us": 30.0, "layout": "padded"},
+    "wrong": {"layout": "packed", "failure": "error"},
+}
+
+
+def test_summary_names_the_quickest_packed_rung_of_each_precision():
+    half = Record("bench_attention_a", {"rungs": {"fp16": RUNGS, "bf16": {"older": RUNGS["older"]}}}, {})
+    both = {"us": 300.0, "packed_us": 100.0, "layout": "padded", "best_peer_us": 578.0, "masked": True}
+    single = Record("bench_attention_b", {"ladder": {"both": both, "padded": RUNGS["padded"]}}, {})
+    assert summarise([half, single])["attention"] == {
+        "fp16": {
+            **{"variant": "newer", "us": 40.0, "padded_us": 50.0, "best_peer": "flex", "best_peer_us": 84.0},
+            **{"speedup_vs_best_peer": 2.1, "speedup_vs_best_peer_is_noise": False, "speedup_vs_sdpa_masked": 4.8},
+            **{"max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3, "floor_us": 20.0, "share_of_floor": 0.5},
+        },
+        "bf16": {
+            **{
+                "variant": "older",
+                "us": 90.0,
+                "best_peer_us": 84.0,
+                "speedup_vs_best_peer": pytest.approx(0.933, rel=1e-3),
+            },
+            "speedup_vs_best_peer_is_noise": True,
+        },
+        "fp32": {"variant": "both", "us": 100.0, "best_peer_us": 578.0, "speedup_vs_best_peer": 5.78},
+    }
+    assert "attention" not in summarise([Record("c", {"ladder": {"wrong": RUNGS["wrong"]}}, {})])
+
+
+def test_a_rung_on_the_matrix_unit_is_no_ffma_rung():
+    triple = {"us": 82.0, "masked": True, "layout": "packed", "products": "fp16x3"}
+    ffma = {"us": 354.0, "masked": True, "layout": "packed"}
+    summary = summarise([Record("a", {"ladder": {"triple": triple, "ffma": ffma}}, {})])
+    assert summary["ladder"]["best_ffma"]["variant"] == "ffma"
+    assert summary["attention"]["fp32"]["variant"] == "triple"
 
 
 def leaves(value):
@@ -296,6 +347,7 @@ def test_null_is_refused_by_key():
 def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
+    shown["rungs"] |= {"speedup_vs_peer"}  # of each input scale
     shown["ladder"] |= {"masked", "best_peer_us", *summarise(make_records(FULL))["ladder"]["best_ffma"]}
 
     def keys(section):

@@ -13,10 +13,12 @@ from tilerank.errors import TilerankError
 SUMMARY_FILE = "summary.json"
 
 SECTIONS = (
-    *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
+    *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
     *("quality", "memory", "checks", "block", "bert_large", "micro"),
 )
-"""The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
+"""The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
+
+`ladder` is fp32; `rungs.<precision>.<variant>` says the same of the other precisions."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -56,8 +58,8 @@ def read_records(folder: Path) -> tuple[Record, ...]:
 def merge(records: Sequence[Record]) -> dict[str, Any]:
     """The summary contract's sections of all records in one mapping.
 
-    ``ladder.best_ffma`` is added: the quickest masked fp32 rung that passed its checks. No variant uses tensor cores
-    for fp32 so far; one that does must be left out of it.
+    Two things are added: ``ladder.best_ffma``, the quickest masked fp32 rung that passed its checks and does not use
+    the matrix unit, and ``attention.<precision>``, the quickest packed rung of all.
 
     Raises `TilerankError` when two records disagree about a key, or one holds a null.
     """
@@ -67,6 +69,10 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
         for section in SECTIONS:
             if section in record.values:
                 _add(merged, section, record.values[section], section, record.name, writers)
+    for precision, rungs in {"fp32": merged.get("ladder", {}), **merged.get("rungs", {})}.items():
+        quickest = _quickest_packed(rungs)
+        if quickest:
+            merged.setdefault("attention", {})[precision] = quickest
     best = _best_rung(merged.get("ladder", {}))
     if best:
         merged["ladder"]["best_ffma"] = best
@@ -79,7 +85,11 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
-    masked = {name: rung for name, rung in ladder.items() if rung.get("masked") and "us" in rung}
+    masked = {
+        name: rung
+        for name, rung in ladder.items()
+        if rung.get("masked") and "us" in rung and rung.get("products", "ffma") == "ffma"
+    }
     if not masked:
         return {}
     name = min(masked, key=lambda name: masked[name]["us"])
@@ -87,6 +97,32 @@ def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"us": "us", "speedup_vs_sdpa": "speedup_vs_sdpa", "speedup_vs_best_peer": "speedup_vs_best_fp32_peer"}
     renamed["max_abs_error"] = "max_abs_error"
     return {"variant": name, **{new: rung[old] for old, new in renamed.items() if old in rung}}
+
+
+def _packed_us(rung: Mapping[str, Any]) -> float | None:
+    """Time of the packed input, None where it was not taken."""
+    return rung.get("us") if rung.get("layout") == "packed" else rung.get("packed_us")
+
+
+def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``attention.<precision>``: the rung with the least packed time, beside the best peer on the same data, and its
+    padded time beside SDPA with a boolean mask, which takes padded input too."""
+    packed = {name: us for name, rung in rungs.items() if (us := _packed_us(rung)) is not None}
+    if not packed:
+        return {}
+    name = min(packed, key=lambda name: packed[name])
+    rung, us = rungs[name], packed[name]
+    same = ("padded_us", "best_peer", "best_peer_us", "max_abs_error", "sdpa_max_abs_error", "floor_us")
+    found = {"variant": name, "us": us, **{key: rung[key] for key in same if key in rung}}
+    if "best_peer_us" in rung:
+        found["speedup_vs_best_peer"] = rung["best_peer_us"] / us
+        if rung["layout"] == "packed":  # a ratio of this very time
+            found["speedup_vs_best_peer_is_noise"] = rung.get("speedup_vs_best_peer_is_noise", False)
+    if "sdpa_us" in rung and "padded_us" in rung:
+        found["speedup_vs_sdpa_masked"] = rung["sdpa_us"] / rung["padded_us"]
+    if "floor_us" in rung:
+        found["share_of_floor"] = rung["floor_us"] / us
+    return found
 
 
 def _without_lists(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,16 @@ def ladder_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tup
     return keyed({name: values for name, values in section.items() if name != "best_ffma"}, order)
 
 
+def rung_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for each precision and variant, in ladder order; what the input scales did to it joins its figures."""
+
+    def flat(rung: Mapping[str, Any]) -> dict[str, Any]:
+        scales = rung.get("scales", {}).items()
+        return {**rung, **{f"{name}_{key}": value for name, figures in scales for key, value in figures.items()}}
+
+    return [(label, flat(rung)) for label, rung in keyed_twice(section, order)]
+
+
 def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """The first stage on all its queries, the unmodified model, then every scorer at every precision."""
     first_stage = {"ndcg10": "bm25_ndcg10", "recall50": "bm25_recall50"}
@@ -232,6 +242,7 @@ TABLES = (
         (
             Column("µs", "us", short),
             Column("unmasked, µs", "unmasked_us", short),
+            Column("products", "products", text),
             Column("against SDPA", "speedup_vs_sdpa", ratio),
             Column("against the best fp32 peer", "speedup_vs_best_peer", ratio),
             Column("which is", "best_peer", text),
@@ -244,6 +255,31 @@ TABLES = (
         "Medians, cold L2; masked where the variant masks, else the whole padded batch; errors against float64. "
         "Speed-ups are SDPA's time / the variant's.",
         entries=ladder_entries,
+    ),
+    TableSpec(
+        "rungs",
+        "The ladder at other precisions (workload seed)",
+        "bench_attention",
+        "precision and variant",
+        (
+            Column("packed, µs", "packed_us", short),
+            Column("padded, µs", "padded_us", short),
+            Column("unmasked, µs", "unmasked_us", short),
+            Column("against the best peer", "speedup_vs_best_peer", ratio),
+            Column("which is", "best_peer", text),
+            Column("inputs x1, against packed", "x1_speedup_vs_peer", ratio),
+            Column("x8", "x8_speedup_vs_peer", ratio),
+            Column("x40", "x40_speedup_vs_peer", ratio),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
+            Column("share of the floor", "share_of_floor", share),
+            Column("registers", "registers", count),
+            Column("spilled bytes", "spill_bytes", count),
+            Column("occupancy", "occupancy", share),
+        ),
+        "Medians, cold L2, padding left out; unmasked: the whole padded batch. Under x1, x8 and x40 all inputs are "
+        "multiplied by that, and packed stands for torch's own packed kernel on the same data.",
+        entries=rung_entries,
     ),
     TableSpec(
         "attention",
@@ -381,11 +417,17 @@ TABLES = (
         "bench_micro",
         "case",
         (
+            Column("variant", "variant", text),
             Column("µs", "us", short),
             Column("best peer", "best_peer", text),
             Column("best peer, µs", "best_peer_us", short),
+            Column("against it", "speedup_vs_best_peer", ratio),
             Column("eager, µs", "eager_us", short),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
         ),
+        "Queries x head dim, batch 4, 16 heads, no mask unless the case says causal. kv: heads of keys and values; "
+        "keys: their number where it is not the queries'. Eager is attention in plain operators.",
         entries=keyed_twice,
     ),
 )
