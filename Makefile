@@ -41,7 +41,7 @@ gpu: env ## Record this machine's GPU beside the committed record (OVERRIDES="mo
 model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
 	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))
 
-ui: env ## Open MLflow on the latest two runs, compared (http://127.0.0.1:5000)
+ui: env ## Open MLflow on every step and on the latest two runs (http://127.0.0.1:5000)
 	@$(RUN) -m stages.ui
 
 pack: env ## Write .source.json for a copy of this tree that leaves git behind

@@ -665,6 +665,8 @@ def test_standalone_pictures_are_whole_svg_files(built):
         root = ElementTree.fromstring(picture.standalone)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert root.get("aria-label") == picture.description
+        assert float(root.get("width")) > 0
+        assert float(root.get("height")) > 0
         assert "var(" not in picture.standalone
 
 
