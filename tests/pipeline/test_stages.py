@@ -33,6 +33,7 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
         "bench_attention_naive.json",
         "bench_micro.json",
         "build_kernels_naive.json",
+        "check_kernels_naive.json",
         "summary.json",
     } <= names
     for path in folder.glob("*.json"):
@@ -44,6 +45,7 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
     assert summary["rerank"]["fp32"]["ms"] > 0
     assert summary["ladder"]["naive"]["timed"] is False
     assert "us" not in summary["ladder"]["naive"], "a GPU kernel is never timed on a CPU"
+    assert summary["checks"]["naive"] == {"available": False, "reason": "no CUDA device is used on this machine"}
     assert summary["quality"]["reranker"]["fp32"]["top10_exact"] == 1.0
     assert (project.root / "reports" / "index.html").stat().st_size > 0
 
