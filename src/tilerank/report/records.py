@@ -20,6 +20,9 @@ SECTIONS = (
 
 `ladder` is fp32; `rungs.<precision>.<variant>` says the same of the other precisions."""
 
+DERIVED = {"attention": ("ladder", "rungs")}
+"""Section that `merge` adds -> the recorded ones that it is taken from."""
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 Summary: TypeAlias = Mapping[str, Any]
@@ -168,5 +171,6 @@ def lookup(summary: Mapping[str, Any], dotted: str) -> Any:
 
 
 def sources(records: Sequence[Record], section: str) -> tuple[Record, ...]:
-    """The records that hold something of ``section`` (a dotted key)."""
-    return tuple(record for record in records if lookup(record.values, section) is not None)
+    """The records that hold something of ``section`` (a dotted key), or of what it is derived from."""
+    sections = (section, *DERIVED.get(section, ()))
+    return tuple(record for record in records if any(lookup(record.values, each) is not None for each in sections))
