@@ -134,6 +134,15 @@ def stage_main(
         sys.exit(130)
 
 
+def variant_main(run: Callable[[Stage], None], *, belongs_to_machine: bool = False) -> None:
+    """`stage_main` for a stage that is run once a variant: its name is ``stage.options.variant``."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
+
+    stage_main(run, belongs_to_machine=belongs_to_machine, options=options, label=lambda arguments: arguments.variant)
+
+
 def _run(
     run: Callable[[Stage], None],
     name: str,

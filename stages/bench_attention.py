@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
-from stages._run import Stage, stage_main
+from stages._run import Stage, variant_main
 from tilerank.errors import TilerankError
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
 
 
 def run(stage: Stage) -> None:
@@ -20,10 +15,7 @@ def run(stage: Stage) -> None:
     from tilerank.kernels import registry
     from tilerank.machine import device_for
 
-    try:
-        row = registry.get(stage.options.variant)
-    except ValueError as error:
-        raise TilerankError(str(error)) from error
+    row = registry.get(stage.options.variant)
     if device_for(stage.settings.machine.name) == "cpu" or row.device == "cpu":
         benched = {precision: {"rung": attention.check_variant(row, precision)} for precision in row.precisions}
     else:
@@ -63,4 +55,4 @@ def _build_record(stage: Stage, variant: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    stage_main(run, belongs_to_machine=True, options=_options, label=lambda arguments: arguments.variant)
+    variant_main(run, belongs_to_machine=True)

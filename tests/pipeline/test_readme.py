@@ -12,6 +12,8 @@ import pytest
 ELSEWHERE = {
     "make quickstart": "tests/pipeline/test_quickstart.py, through the program that the target calls",
     "make test": "is what runs this test",
+    "make gpu": "tests/unit/test_environment.py, through the program that the target calls",
+    "bash docs/colab_t4.sh --dry-run": "tests/unit/test_colab.py, with programs that stand in for a GPU's",
     "make ui": "tests/pipeline/test_ui.py, through the program that the target calls",
 }
 """Commands that another test runs."""

@@ -125,7 +125,7 @@ FULL = {
     },
     "integrate_hf": {
         "drop_in": by_precision({"ms": 20.1, "baseline_ms": 23.8, "speedup": 1.184, "predicted_speedup": 1.201}),
-        "quality": {"drop_in": by_precision(quality(0.7619))},
+        "quality": {"drop_in": by_precision(quality(0.7619)), "drop_in_stub": {"fp32": quality(0.8801)}},
     },
     "bench_rerank": {
         "rerank": by_precision(
@@ -161,6 +161,20 @@ FULL = {
             "missing_documents": 7,
             "candidates_recall": 0.8686,
             "reranker": by_precision(quality(0.7625)),
+        }
+    },
+    "check_kernels_naive": {
+        "checks": {
+            "naive": {
+                "cases": 456,
+                "wrong": 0,
+                "memcheck_findings": 0,
+                "racecheck_findings": 2,
+                "initcheck_findings": 0,
+                "synccheck_findings": 0,
+                "ptx_75_wrong": 0,
+                "ptx_80_wrong": 3,
+            }
         }
     },
     "later": {
@@ -365,6 +379,27 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
     assert "<sub>bench_rerank: NVIDIA H200, driver 570.1, torch 2.11.0, commit 0123456789, 2026-11-29</sub>" in text
 
 
+def test_checks_are_told_and_one_without_an_answer_says_why():
+    checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
+    assert (
+        "| naive | 456 | right | clean | 2 | clean | clean | right | 3 |"
+        in readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    )
+    checks["naive"] = {
+        "cases": 9,
+        "wrong": 0,
+        "memcheck_findings": 0,
+        "not_available": {"racecheck": "no permission", "ptx_80": "the variant needs compute capability 9.0"},
+    }
+    checks["reference"] = {"available": False, "reason": "host code"}
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert (
+        "| naive | 9 | right | clean | not available (no permission) | "
+        "not available (the variant needs compute capability 9.0) |" in text
+    )
+    assert "reference" not in text.split("\n\n")[0]
+
+
 def test_records_of_one_origin_are_named_together_and_changed_sources_are_said(records):
     dirty = Record("retrieve", FULL["retrieve"], {"cpu": "Xeon", "commit": "feedfacefeedface", "dirty": True})
     text = readme_tables([*(record for record in records if record.name != "retrieve"), dirty])["quality"]
@@ -378,6 +413,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
     text = readme_tables(records)["quality"]
     assert "| BM25, all queries of the split | 0.6617 | – | – | – | – | 0.8686 |" in text
     assert "| unmodified model, fp32 | 0.7615 |" in text
+    assert "| drop-in-stub fp32 | 0.8801 |" in text
     assert (
         "| reranker bf16 | 0.7625 | -0.0031 | +0.0042 | 0.7412 | 0.8512 | – | 98.5 % | 4 | 1.9e-05 | 0.9993 | 300 |"
         in text
@@ -671,6 +707,8 @@ def test_standalone_pictures_are_whole_svg_files(built):
         root = ElementTree.fromstring(picture.standalone)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert root.get("aria-label") == picture.description
+        assert float(root.get("width")) > 0
+        assert float(root.get("height")) > 0
         assert "var(" not in picture.standalone
 
 

@@ -296,7 +296,8 @@ def _picture(name: str, section: str, description: str, height: float, paint: Ca
         'stroke-linejoin="round" stroke-linecap="butt"'
     )
     inline = f"<svg {view}>{content}</svg>"
-    standalone = f'<svg xmlns="http://www.w3.org/2000/svg" {view} style="background: {PAPER}">{content}</svg>\n'
+    size = f'width="{96 * _WIDTH:g}" height="{96 * height:g}"'  # without one an img in a flexible box has no width
+    standalone = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} style="background: {PAPER}">{content}</svg>\n'
     for placeholder, variable in _VARIABLES.items():
         inline = inline.replace(placeholder, f"var(--{variable})")
         standalone = standalone.replace(placeholder, LIGHT[variable])

@@ -14,7 +14,7 @@ SUMMARY_FILE = "summary.json"
 
 SECTIONS = (
     *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "block", "bert_large", "micro"),
+    *("quality", "memory", "checks", "block", "bert_large", "micro"),
 )
 """The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
 
@@ -48,14 +48,28 @@ def read_records(folder: Path) -> tuple[Record, ...]:
         if path.name == SUMMARY_FILE or path.name.startswith("."):
             continue
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise TilerankError(f"{path} cannot be read ({error}); run its stage again or `git checkout` it") from error
-        if not isinstance(values, dict):
-            raise TilerankError(f"{path}: expected a JSON object, found {type(values).__name__}; run its stage again")
-        provenance = values.pop("provenance", {})
-        records.append(Record(path.stem, values, provenance))
+            raise _unreadable(str(path), error) from error
+        records.append(parse_record(str(path), path.stem, text))
     return tuple(records)
+
+
+def parse_record(where: str, name: str, text: str) -> Record:
+    """The record that a metrics file's text holds. Raises `TilerankError`, naming ``where``, unless it is a JSON
+    object."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(where, error) from error
+    if not isinstance(values, dict):
+        raise TilerankError(f"{where}: expected a JSON object, found {type(values).__name__}; run its stage again")
+    provenance = values.pop("provenance", {})
+    return Record(name, values, provenance)
+
+
+def _unreadable(where: str, error: Exception) -> TilerankError:
+    return TilerankError(f"{where} cannot be read ({error}); run its stage again or `git checkout` it")
 
 
 def merge(records: Sequence[Record]) -> dict[str, Any]:

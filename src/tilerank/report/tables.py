@@ -86,6 +86,17 @@ def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tu
     ]
 
 
+def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The variants; a check without an answer says why in its cell."""
+
+    def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        reasons = values.get("not_available", {})
+        keys = {check: f"{check}_{'wrong' if check.startswith('ptx') else 'findings'}" for check in reasons}
+        return {**values, **{keys[check]: f"not available ({reason})" for check, reason in reasons.items()}}
+
+    return [(label, told(values)) for label, values in keyed(section, order)]
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """How one section of the summary becomes a table."""
@@ -146,6 +157,16 @@ def signed(value: float) -> str:
 def error(value: float) -> str:
     """A numerical error."""
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def found(value: int | str) -> str:
+    """How many findings of a tool, or why it was not asked."""
+    return "clean" if value == 0 else str(value)
+
+
+def wrong(value: int | str) -> str:
+    """How many wrong results, or why there are none."""
+    return "right" if value == 0 else str(value)
 
 
 def text(value: Any) -> str:
@@ -330,7 +351,8 @@ TABLES = (
         QUALITY_COLUMNS,
         "The difference is the 95 % bootstrap interval of nDCG@10 against the unmodified fp32 model, paired over "
         "queries. Top ten equal: the share of queries with the unmodified model's ordered top ten, neighbours that "
-        "numerical noise can exchange counted as ties.",
+        "numerical noise can exchange counted as ties. Scorers called stub rank the stub's candidates, the relevant "
+        "documents among random others, and are compared with the unmodified model on these.",
         facts=(
             Column("Queries with candidates", "queries_with_results", count),
             Column("judged documents missing from the corpus", "missing_documents", count),
@@ -344,6 +366,25 @@ TABLES = (
         "bench_rerank",
         "precision",
         (Column("MB", "peak_mb", short), Column("unmodified, MB", "baseline_peak_mb", short)),
+    ),
+    TableSpec(
+        "checks",
+        "Checked on the GPU",
+        "check_kernels",
+        "variant",
+        (
+            Column("cases", "cases", count),
+            Column("results", "wrong", wrong),
+            Column("memcheck", "memcheck_findings", found),
+            Column("racecheck", "racecheck_findings", found),
+            Column("initcheck", "initcheck_findings", found),
+            Column("synccheck", "synccheck_findings", found),
+            Column("from compute_75 PTX", "ptx_75_wrong", wrong),
+            Column("from compute_80 PTX", "ptx_80_wrong", wrong),
+        ),
+        "Each case is compared with the reference, under every tool of compute-sanitizer and from PTX for older GPUs; "
+        "a number counts what was found or wrong.",
+        entries=check_entries,
     ),
     TableSpec(
         "block",
