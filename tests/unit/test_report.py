@@ -269,6 +269,7 @@ RUNGS = {
     "newer": {
         **{"us": 40.0, "layout": "packed", "padded_us": 50.0, "sdpa_us": 240.0, "best_peer": "flex", "floor_us": 20.0},
         **{"best_peer_us": 84.0, "max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3},
+        "scales": {"x1": {"speedup_vs_peer": 2.4}, "x8": {"speedup_vs_peer": 1.1}, "x40": {"us": 1.0}},
     },
     "padded": {"us": 30.0, "layout": "padded"},
     "wrong": {"layout": "packed", "failure": "error"},
@@ -284,6 +285,7 @@ def test_summary_names_the_quickest_packed_rung_of_each_precision():
             **{"variant": "newer", "us": 40.0, "padded_us": 50.0, "best_peer": "flex", "best_peer_us": 84.0},
             **{"speedup_vs_best_peer": 2.1, "speedup_vs_best_peer_is_noise": False, "speedup_vs_sdpa_masked": 4.8},
             **{"max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3, "floor_us": 20.0, "share_of_floor": 0.5},
+            "speedup_at_worst_scale": 1.1,
         },
         "bf16": {
             **{

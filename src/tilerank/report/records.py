@@ -137,6 +137,9 @@ def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found["speedup_vs_best_peer_is_noise"] = rung.get("speedup_vs_best_peer_is_noise", False)
     if "sdpa_us" in rung and "padded_us" in rung:
         found["speedup_vs_sdpa_masked"] = rung["sdpa_us"] / rung["padded_us"]
+    at_scales = [each["speedup_vs_peer"] for each in rung.get("scales", {}).values() if "speedup_vs_peer" in each]
+    if at_scales:
+        found["speedup_at_worst_scale"] = min(at_scales)
     if "floor_us" in rung:
         found["share_of_floor"] = rung["floor_us"] / us
     return found
