@@ -8,6 +8,7 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
+from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
 PICTURES = ("ladder", "time-shares", "lengths-scifact")
@@ -37,12 +38,13 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        _update_pages(stage, built, report.readme_tables(records, tuple(captions)) | doc_tables(rows))
+        tables = report.readme_tables(records, tuple(captions)) | doc_tables(rows)
+        _update_pages(stage, built, tables | {"roofline": roofline_table(records, tuple(captions))})
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:
     """The tables between markers and the pictures in README and docs."""
-    for name in ("README.md", "docs/ladder.md", "docs/kernels.md"):
+    for name in ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/attention.md"):
         page = stage.root / name
         if not page.exists():
             continue

@@ -71,7 +71,7 @@ def serves(row, dtype, head_dim, layout, k_len, *masks):
     return registry.refusal(row, request) is None
 
 
-def check(row, dtype, tensors, **arguments):
+def check(row, dtype, tensors, *, strict=False, **arguments):
     """Compare one padded call with float64, or see that the row refuses it. Returns the result, or None."""
     q, k, v = tensors
     masks = [name for name in ("key_lengths", "causal") if arguments.get(name) is not None]
@@ -82,7 +82,7 @@ def check(row, dtype, tensors, **arguments):
             tilerank.attention(q, k, v, variant=row.name, **arguments)
         return None
     out = tilerank.attention(q, k, v, variant=row.name, **arguments)
-    reference.assert_close(out, q, k, v, lossy=is_lossy(row), **arguments)
+    reference.assert_close(out, q, k, v, lossy=is_lossy(row), strict=strict, **arguments)
     return out
 
 
@@ -171,13 +171,17 @@ def test_packed(row, dtype, head_dim):
 @pytest.mark.parametrize(("row", "dtype", "head_dim"), CASES)
 @pytest.mark.parametrize("scale", [1.0, 8.0, 1e-3])
 def test_accuracy_at_scales_of_the_inputs(row, dtype, head_dim, scale):
-    """Enough rows and keys for SDPA's error to be no luck: at most twice that, on sharp and on flat softmaxes."""
+    """Enough rows and keys for SDPA's error to be no luck: at most twice that, on sharp and on flat softmaxes.
+
+    Rungs on the FMA pipe sum key by key, where SDPA sums block by block: on flat softmaxes they need `sum_floor`.
+    """
     tensors = [(x * scale).to(x.dtype) for x in inputs(dtype, head_dim, 257, heads=4)]
     lengths = torch.tensor([257, 200], dtype=torch.int32, device="cuda")
-    check(row, dtype, tensors)
-    check(row, dtype, tensors, key_lengths=lengths)
+    strict = row.products == "fp16x3"
+    check(row, dtype, tensors, strict=strict)
+    check(row, dtype, tensors, strict=strict, key_lengths=lengths)
     if serves(row, dtype, head_dim, "packed", 257):
-        packed_check(row, tensors, [257, 200])
+        packed_check(row, tensors, [257, 200], strict=strict)
 
 
 @pytest.mark.parametrize(("row", "dtype", "head_dim"), CASES)
@@ -199,13 +203,13 @@ def test_scores_of_ten_thousand(row, dtype, head_dim):
             packed_check(row, (*(x[:, :, :65] for x in given), v[:, :, :65]), [65, 33])
 
 
-def packed_check(row, tensors, lengths):
-    """The first ``lengths`` rows of each sequence of padded tensors, packed: against float64, twice the same bits."""
+def packed_check(row, tensors, lengths, strict=False):
+    """The first ``lengths`` rows of each sequence of padded tensors, packed, against float64."""
     flat = [torch.cat([x[i, :, :length].transpose(0, 1) for i, length in enumerate(lengths)]) for x in tensors]
     bounds = [0, *accumulate(lengths)]
     cu = torch.tensor(bounds, dtype=torch.int32, device="cuda")
     out = tilerank.attention_varlen(*flat, cu, cu, max(lengths), max(lengths), variant=row.name)
-    reference.assert_close_varlen(out, *flat, bounds, bounds, lossy=is_lossy(row))
+    reference.assert_close_varlen(out, *flat, bounds, bounds, lossy=is_lossy(row), strict=strict)
 
 
 # --- the same bits -------------------------------------------------------------------------------------------

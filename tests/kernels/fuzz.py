@@ -7,6 +7,7 @@ A case is drawn from what a row serves and is known by its record, which a failu
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,9 @@ import torch
 import tilerank
 from tests.kernels import reference
 from tilerank.kernels import registry
+
+CASES = 2400
+"""Of all CUDA rows together, or a few more."""
 
 HEAD_DIMS = (1, 7, 32, 33, 64, 80, 96, 128, 256)  # of rows that serve every one
 LENGTHS = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257, 300)
@@ -78,9 +82,15 @@ def draw_case(row, seed):
 
 
 def cases_of(row):
-    """A row's cases: rows on the matrix unit have guards, fragments and tails to get wrong that others do not have."""
-    on_matrix_unit = row.products != "ffma" or "fp32" not in row.dtypes
-    return [draw_case(row, seed) for seed in range(500 if on_matrix_unit else 150)]
+    """A row's share of `CASES`: rows on the matrix unit have guards, fragments and tails to get wrong that others do
+    not have, and take five times as many."""
+
+    def weight(each):
+        return 5 if each.products != "ffma" or "fp32" not in each.dtypes else 1
+
+    rows = [each for each in registry.attention_rows() if each.device == "cuda"]
+    count = math.ceil(CASES * weight(row) / sum(map(weight, rows)))
+    return [draw_case(row, seed) for seed in range(count)]
 
 
 def in_memory(kind, x, turned):

@@ -137,12 +137,20 @@ def sum_floor(head_dim: int) -> float:
 
 
 def assert_close(
-    actual: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, lossy: bool = False, **arguments: Any
+    actual: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lossy: bool = False,
+    strict: bool = False,
+    **arguments: Any,
 ) -> None:
     """Fail unless ``actual`` is at most twice as far from float64 as SDPA is at the same dtype.
 
-    On top, one rounding of each value to its dtype and `sum_floor`, which shrinks with values below 1. ``lossy``: fp32
-    tensors multiplied as TF32, which keeps as many bits as fp16: SDPA is given fp16 tensors.
+    On top, one rounding of each value to its dtype and `sum_floor`, which shrinks with values below 1 and is left out
+    where ``strict``. ``lossy``: fp32 tensors multiplied as TF32, which keeps as many bits as fp16: SDPA is given fp16
+    tensors.
     """
     assert actual.dtype == q.dtype
     assert actual.device == q.device
@@ -153,7 +161,7 @@ def assert_close(
     if actual.numel() == 0:
         return
     largest = torch.where(v.isfinite(), v, 0.0).abs().max().item() if v.numel() else 0.0
-    floor = sum_floor(q.shape[-1]) * min(1.0, largest)
+    floor = 0.0 if strict else sum_floor(q.shape[-1]) * min(1.0, largest)
     allowed = 2 * own + torch.finfo(q.dtype).eps * expected.abs() + floor
     excess = ((actual.double() - expected).abs() - allowed).max().item()
     found = error(actual, expected)

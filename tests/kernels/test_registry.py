@@ -52,6 +52,26 @@ def test_kernel_files_are_numbered_by_their_rung_and_have_a_short_header(reposit
             assert all(line.startswith("//") for line in header), row.file
 
 
+def kernel_text(repository: Path, row: Row) -> str:
+    """The row's file and the policies of common/ that it includes, without the wrapper header, which has everything."""
+    texts = [(repository / "cuda" / row.file).read_text(encoding="utf-8")]
+    for name in re.findall(r'#include "(common/\w+\.cuh)"', texts[0]):
+        texts.append((repository / "cuda" / name).read_text(encoding="utf-8"))
+    return "".join(texts)
+
+
+def test_a_row_says_which_unit_multiplies_and_where_its_code_ends(repository: Path) -> None:
+    """The ladder's best FFMA rung and every floor go by `products`; `auto` goes by `max_sm` on a newer GPU."""
+    for row in registry.attention_rows():
+        if row.device == "cuda":
+            text = kernel_text(repository, row)
+            on_matrix_unit = re.search(r"mma\w*[.(<]", text) is not None
+            if "fp32" in row.dtypes:
+                assert (row.products != "ffma") == on_matrix_unit, f"{row.name}: products is {row.products}"
+            if re.search(r"wgmma\w*[.(<]", text):
+                assert row.max_sm == 90, f"{row.name} uses instructions of sm_90a alone: max_sm: 90"
+
+
 def test_kernels_reach_the_machine_through_the_wrapper_header_only(repository: Path) -> None:
     """No CUDA or framework header, no inline PTX, no launch syntax in any kernel's source."""
     for path in (repository / "cuda").glob("attention/*.cu"):

@@ -125,7 +125,7 @@ def test_the_changelog_has_a_line_for_each_variant(repository: Path) -> None:
 # ---- Names and commands ----
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/attention.md", "CHANGELOG.md"])
 def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> None:
     text = read(repository, page)
     paths = re.findall(r"(?<![\w/])(?:cuda|docs|src|tests|stages)/[\w./]+\w", text)
@@ -140,7 +140,7 @@ def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> N
 
 
 def test_links_between_pages_lead_somewhere(repository: Path) -> None:
-    for page in (*PAGES, "CHANGELOG.md"):
+    for page in (*PAGES, "docs/attention.md", "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", read(repository, page)):
             assert ((repository / page).parent / target).exists(), f"{page}: {target}"
 

@@ -20,6 +20,7 @@ from tilerank.report import (
     summarise,
     update_markers,
 )
+from tilerank.report.roofline import roofline_table
 from tilerank.report.tables import TABLES
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -268,6 +269,7 @@ RUNGS = {
     "newer": {
         **{"us": 40.0, "layout": "packed", "padded_us": 50.0, "sdpa_us": 240.0, "best_peer": "flex", "floor_us": 20.0},
         **{"best_peer_us": 84.0, "max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3},
+        "scales": {"x1": {"speedup_vs_peer": 2.4}, "x8": {"speedup_vs_peer": 1.1}, "x40": {"us": 1.0}},
     },
     "padded": {"us": 30.0, "layout": "padded"},
     "wrong": {"layout": "packed", "failure": "error"},
@@ -283,6 +285,7 @@ def test_summary_names_the_quickest_packed_rung_of_each_precision():
             **{"variant": "newer", "us": 40.0, "padded_us": 50.0, "best_peer": "flex", "best_peer_us": 84.0},
             **{"speedup_vs_best_peer": 2.1, "speedup_vs_best_peer_is_noise": False, "speedup_vs_sdpa_masked": 4.8},
             **{"max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3, "floor_us": 20.0, "share_of_floor": 0.5},
+            "speedup_at_worst_scale": 1.1,
         },
         "bf16": {
             **{
@@ -517,6 +520,47 @@ def test_printed_table_has_the_figures_and_fits_a_terminal(records, capsys):
 def test_printed_table_without_records_says_so(capsys):
     print_table(())
     assert capsys.readouterr().out == "No figures are recorded here yet.\n"
+
+
+def rung(us, **figures):
+    return {"us": us, "layout": "packed", "precision": "fp16", "floor_us": 20.0, "best_peer_us": 84.0, **figures}
+
+
+ON_THE_MATRIX_UNIT = (
+    Record(
+        "bench_attention_mma",
+        {
+            "ladder": {"mma": rung(112.4, precision="fp32", products="fp16x3", floor_us=45.2)},
+            "rungs": {
+                "fp16": {"mma": rung(60.4, tflops=158.0, floors={"hbm_us": 11.1, "exps_us": 18.2}), "late": rung(40.6)},
+                "bf16": {"mma": {"failure": "wrong"}},
+            },
+        },
+        PROVENANCE,
+    ),
+    Record("bench_attention_ffma", {"ladder": {"ffma": rung(354.1, precision="fp32", floor_us=143.2)}}, PROVENANCE),
+)
+
+
+def test_every_rung_stands_beside_its_floors():
+    table = roofline_table(ON_THE_MATRIX_UNIT, ("ffma", "mma", "late")).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")]
+    assert [row[:3] for row in cells[2:]] == [
+        ["fp32 ffma", "354", "ffma"],
+        ["fp32 mma", "112", "fp16x3"],
+        ["fp16 mma", "60.4", "its dtype"],
+        ["fp16 late", "40.6", "its dtype"],
+    ]
+    assert cells[4][3:6] == ["158", "11.1", "18.2"]
+    assert "bench_attention_mma, bench_attention_ffma: NVIDIA H200" in table[-1]
+    assert "stage `bench_attention`" in roofline_table(())
+
+
+def test_rungs_of_other_precisions_have_a_picture():
+    pictures = {picture.name: picture for picture in build_report(ON_THE_MATRIX_UNIT, "h200").pictures}
+    assert pictures["rungs"].description == (
+        "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0"
+    )
 
 
 # --- markers -----------------------------------------------------------------------------------------------------

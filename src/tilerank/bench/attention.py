@@ -21,7 +21,7 @@ import torch
 from tilerank.bench import attention_peers, floors
 from tilerank.bench.attention_peers import SDPA, Peer
 from tilerank.bench.peers import DTYPES, arithmetic
-from tilerank.bench.timing import Case, EventClock, LaunchRecord, Row, closure_faults, launches, measure, ratio
+from tilerank.bench.timing import Case, EventClock, LaunchRecord, Row, faults, look_at, measure, ratio
 from tilerank.bench.workloads import (
     AttentionInputs,
     Workload,
@@ -326,16 +326,17 @@ def time_variant(
         expected = truth(inputs, precision, masked=masked)
         peers = (attention_peers.masked_peers if masked else attention_peers.unmasked_peers)(inputs)
         calls = {layout: kernel_call(lib, row, ours_on, layout, masked=masked) for layout in layouts}
-        faults = [fault for call in calls.values() for fault in closure_faults(call.run, kernel_pattern(row))]
+        seen = {layout: look_at(call.run) for layout, call in calls.items()}
+        found = [fault for each in seen.values() for fault in faults(*each, kernel_pattern(row))]
         cases = [*(_our_case(row, call, expected) for call in calls.values()), *_peer_cases(peers, expected)]
         description = f"{row.name} {precision} {'masked' if masked else 'unmasked'}"
         rows = measure(
             cases, EventClock(timing.flush_mb), warmup=timing.warmup, rounds=timing.rounds, description=description
         )
-        launched = launches(calls[layouts[0]].run)
     refusals = {peer.name: peer.refusal for peer in peers if peer.refusal is not None}
     ours = dict(zip(layouts, rows, strict=False))
-    return Timed(ours, rows[len(ours) :], refusals, expected, tuple(dict.fromkeys(faults)), launched)
+    _, launched = seen[layouts[0]]
+    return Timed(ours, rows[len(ours) :], refusals, expected, tuple(dict.fromkeys(found)), launched)
 
 
 def time_scales(

@@ -20,6 +20,9 @@ SECTIONS = (
 
 `ladder` is fp32; `rungs.<precision>.<variant>` says the same of the other precisions."""
 
+DERIVED = {"attention": ("ladder", "rungs")}
+"""Section that `merge` adds -> the recorded ones that it is taken from."""
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 Summary: TypeAlias = Mapping[str, Any]
@@ -134,6 +137,9 @@ def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found["speedup_vs_best_peer_is_noise"] = rung.get("speedup_vs_best_peer_is_noise", False)
     if "sdpa_us" in rung and "padded_us" in rung:
         found["speedup_vs_sdpa_masked"] = rung["sdpa_us"] / rung["padded_us"]
+    at_scales = [each["speedup_vs_peer"] for each in rung.get("scales", {}).values() if "speedup_vs_peer" in each]
+    if at_scales:
+        found["speedup_at_worst_scale"] = min(at_scales)
     if "floor_us" in rung:
         found["share_of_floor"] = rung["floor_us"] / us
     return found
@@ -182,5 +188,6 @@ def lookup(summary: Mapping[str, Any], dotted: str) -> Any:
 
 
 def sources(records: Sequence[Record], section: str) -> tuple[Record, ...]:
-    """The records that hold something of ``section`` (a dotted key)."""
-    return tuple(record for record in records if lookup(record.values, section) is not None)
+    """The records that hold something of ``section`` (a dotted key), or of what it is derived from."""
+    sections = (section, *DERIVED.get(section, ()))
+    return tuple(record for record in records if any(lookup(record.values, each) is not None for each in sections))
