@@ -20,9 +20,9 @@ def run(stage: Stage) -> None:
     if not records:
         raise TilerankError(f"metrics/{machine} holds no record; run `dvc repro` (or `make quickstart`) first")
     rows = registry.attention_rows()
-    captions = {row.name: f"Expected: {row.prediction}" for row in rows}
+    predictions = {row.name: row.prediction for row in rows}
     summary = report.summarise(records)
-    built = report.build_report(records, machine, captions)
+    built = report.build_report(records, machine, predictions)
 
     write_json(stage.out(f"metrics/{machine}/{report.SUMMARY_FILE}"), summary)
     page = stage.out("reports/index.html")
@@ -37,7 +37,7 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        _update_pages(stage, built, report.readme_tables(records, tuple(captions)) | doc_tables(rows))
+        _update_pages(stage, built, report.readme_tables(records, predictions) | doc_tables(rows))
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:

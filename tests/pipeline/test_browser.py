@@ -171,8 +171,8 @@ def test_live_runs_reach_a_server(lab_book: LabBook, tmp_path: Path, monkeypatch
 def report(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the committed record."""
     machine = load_settings(repository / "params.yaml").machine.name
-    captions = {row.name: f"Expected: {row.prediction}" for row in attention_rows()}
-    built = build_report(read_records(repository / "metrics" / machine), machine, captions)
+    predictions = {row.name: row.prediction for row in attention_rows()}
+    built = build_report(read_records(repository / "metrics" / machine), machine, predictions)
     path = tmp_path_factory.mktemp("report") / "index.html"
     path.write_text(built.page, encoding="utf-8")
     return path

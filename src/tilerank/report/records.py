@@ -18,6 +18,9 @@ SECTIONS = (
 )
 """The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
 
+PER_VARIANT = ("bench_attention_", "build_kernels_", "profile_kernels_")
+"""What the names of records begin with that belong to one variant."""
+
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 Summary: TypeAlias = Mapping[str, Any]
