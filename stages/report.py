@@ -13,6 +13,9 @@ from tilerank.report.variants import doc_tables
 PICTURES = ("ladder", "time-shares", "lengths-scifact")
 """Those that README and docs show."""
 
+LADDER_PLOT = "ladder.csv"
+"""What `dvc plots` draws."""
+
 
 def run(stage: Stage) -> None:
     machine = stage.settings.machine.name
@@ -25,6 +28,7 @@ def run(stage: Stage) -> None:
     built = report.build_report(records, machine, predictions)
 
     write_json(stage.out(f"metrics/{machine}/{report.SUMMARY_FILE}"), summary)
+    stage.out(f"metrics/{machine}/{LADDER_PLOT}").write_text(report.ladder_csv(records, predictions), encoding="utf-8")
     page = stage.out("reports/index.html")
     page.write_text(built.page, encoding="utf-8")
     pictures = stage.out("reports/pictures")

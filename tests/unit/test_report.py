@@ -14,6 +14,7 @@ from tilerank.errors import TilerankError
 from tilerank.report import (
     Record,
     build_report,
+    ladder_csv,
     print_table,
     read_records,
     readme_tables,
@@ -121,7 +122,7 @@ FULL = {
                 "us": 1050.0,
                 "masked": True,
                 "block": "32x1x1",
-                "kernel": "void tilerank::fused::kernel<32>(args)",
+                "kernel": "void tilerank::fused::kernel<32>(tilerank::AttentionArgs)",
                 "share_of_floor": 0.1622,
                 "floor_bound": "products",
                 "speedup_vs_sdpa": 1.22,
@@ -262,6 +263,7 @@ def test_summary_merges_the_contract_sections_and_leaves_lists_and_other_keys_in
     assert summary["workload"]["scifact"]["tokens"] == 18012
     assert "rows" not in summary["workload"]["scifact"].get("histogram", {})
     assert "list" not in {type(value).__name__ for value in leaves(summary)}
+    assert "kernel" not in summary["ladder"]["fused"], "a long text is no figure"
 
 
 def test_summary_names_the_quickest_masked_rung(records):
@@ -315,7 +317,7 @@ def test_null_is_refused_by_key():
 def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
-    shown["ladder"] |= {"masked", "best_peer_us", "block", "kernel", "share_of_floor", "floor_bound"}
+    shown["ladder"] |= {"masked", "best_peer_us", "block", "share_of_floor", "floor_bound"}
     shown["ladder"] |= {*summarise(make_records(FULL))["ladder"]["best_ffma"]}
 
     def keys(section):
@@ -532,6 +534,13 @@ def test_amdahl_accounts_for_every_part(records):
     drop_in = {"integrate_hf": {"drop_in": {"fp32": {"kernel_speedup": 3.0}}}}
     parts = analyse(make_records({**FULL, **drop_in}), PREDICTIONS)["amdahl"]
     assert parts["predicted_speedup"] == pytest.approx(1 / (1 - 0.117 * 2 / 3))
+
+
+def test_plots_get_the_ladder_with_its_predictions(records):
+    assert ladder_csv(records, PREDICTIONS) == (
+        "variant,us,predicted_us\nnaive,28600.0,\nfused,1050.0,1000\nanother,2050.0,\n"
+    )
+    assert ladder_csv((), PREDICTIONS) == "variant,us,predicted_us\n"
 
 
 def test_the_same_kernel_fits_a_t4_and_an_h200_differently(records):

@@ -12,6 +12,8 @@ from tilerank.errors import TilerankError
 
 SUMMARY_FILE = "summary.json"
 
+_LONGEST_NAME = 40
+
 SECTIONS = (
     *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
     *("quality", "memory", "block", "bert_large", "micro"),
@@ -91,8 +93,9 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """What `merge` gives without its lists (histograms, names of noisy ratios), for ``dvc metrics diff``."""
-    return _without_lists(merge(records))
+    """What `merge` gives without its lists (histograms, names of noisy ratios) and without texts that are no short
+    names (of kernels, reasons): what ``dvc metrics diff`` can show in a table."""
+    return _figures(merge(records))
 
 
 def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,11 +109,11 @@ def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
     return {"variant": name, **{new: rung[old] for old, new in renamed.items() if old in rung}}
 
 
-def _without_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for key, value in values.items():
-        value = _without_lists(value) if isinstance(value, Mapping) else value
-        if not isinstance(value, list) and value != {}:
+        value = _figures(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, list) and value != {} and not (isinstance(value, str) and len(value) > _LONGEST_NAME):
             kept[key] = value
     return kept
 

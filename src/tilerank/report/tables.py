@@ -593,6 +593,17 @@ def readme_tables(records: Sequence[Record], predictions: Mapping[str, str] | No
     return tables
 
 
+def ladder_csv(records: Sequence[Record], predictions: Mapping[str, str]) -> str:
+    """The timed rungs in ladder order, for plots: variant, microseconds, predicted microseconds where there are any."""
+    summary = analyse(records, predictions)
+    lines = ["variant,us,predicted_us"]
+    for name, values in ladder_entries(summary.get("ladder", {}), tuple(predictions)):
+        if "us" in values:
+            predicted = lookup(summary, f"predicted.{name}.predicted_us")
+            lines.append(f"{name},{values['us']:.1f},{'' if predicted is None else f'{predicted:g}'}")
+    return "\n".join(lines) + "\n"
+
+
 def print_table(records: Sequence[Record]) -> None:
     """Print every table that the records have figures for."""
     tables = build_tables(analyse(records, {}))
