@@ -10,7 +10,9 @@ from tilerank.errors import TilerankError
 from tilerank.kernels import registry
 from tilerank.report.variants import doc_tables
 
-PICTURES = ("ladder", "time-shares", "lengths-scifact")
+PAGES = ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/analysis.md")
+
+PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times")
 """Those that README and docs show."""
 
 LADDER_PLOT = "ladder.csv"
@@ -46,7 +48,7 @@ def run(stage: Stage) -> None:
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:
     """The tables between markers and the pictures in README and docs."""
-    for name in ("README.md", "docs/ladder.md", "docs/kernels.md"):
+    for name in PAGES:
         page = stage.root / name
         if not page.exists():
             continue

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tilerank.architectures import H200, T4, Architecture, Device
+from tilerank.architectures import H200, T4, Device
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time
 from tilerank.report.records import Record, Summary, lookup, merge
@@ -29,7 +29,7 @@ def analyse(records: Sequence[Record], predictions: Mapping[str, str]) -> dict[s
     ``predicted.<variant>.{predicted_us, measured_us, case, ratio}``
     ``counters.<variant>``: figures as shares of one, a warp's time by kind of wait, bound_by
     ``amdahl.<part>.{ms, share, ceiling}``
-    ``architectures.<variant>.{t4, h200}_{registers, spill_bytes, shared_bytes, warps}``
+    ``architectures.<variant>.{shared_bytes, t4_registers, h200_registers, ...}``: spill_bytes and warps likewise
     """
     summary = merge(records)
     ladder = summary.get("ladder", {})
@@ -110,6 +110,8 @@ def _limits(counters: Counters, rung: Mapping[str, Any]) -> dict[str, Any]:
     figures = counters.figures
     percent = ("sm_throughput", "dram_throughput", "l1_hit", "l2_hit", "occupancy")
     limits: dict[str, Any] = {key: figures[f"{key}_pct"] / 100 for key in percent if f"{key}_pct" in figures}
+    if "instructions" in figures:
+        limits["instructions_m"] = figures["instructions"] / 1e6
     if counters.issue_slots is not None:
         limits["issue_slots"] = counters.issue_slots
     useful, memory = rung.get("share_of_floor"), limits.get("dram_throughput")
@@ -153,11 +155,13 @@ def _architectures(
             archs = built.get("archs", {})
             if not block.isdecimal() or int(block) == 0 or not {"sm_75", "sm_90a"} <= set(archs):
                 continue
-            row: dict[str, Any] = {}
+            shared = _launched_shared(measured.get(name, {}), counters.get(name))
+            row: dict[str, Any] = {} if shared is None else {"shared_bytes": shared}
             for key, arch, limits in (("t4", "sm_75", T4.architecture), ("h200", "sm_90a", H200.architecture)):
                 kernel = _kernel(archs[arch], str(lookup(measured, f"{name}.kernel") or ""))
-                row |= {f"{key}_{figure}": kernel[figure] for figure in ("registers", "spill_bytes", "shared_bytes")}
-                row[f"{key}_warps"] = _warps(limits, kernel, int(block))
+                row |= {f"{key}_{figure}": kernel[figure] for figure in ("registers", "spill_bytes")}
+                held = kernel["shared_bytes"] if shared is None else shared
+                row[f"{key}_warps"] = limits.warps(kernel["registers"], int(block), held)
             yield name, row
 
 
@@ -168,8 +172,13 @@ def _kernel(arch: Mapping[str, Any], launched: str) -> Mapping[str, Any]:
     return named or next((values for name, values in kernels.items() if name.endswith(f"<{HEAD_DIM}>")), arch)
 
 
-def _warps(limits: Architecture, kernel: Mapping[str, Any], threads: int) -> int:
-    return limits.warps(kernel["registers"], threads, kernel["shared_bytes"])
+def _launched_shared(rung: Mapping[str, Any], counters: Counters | None) -> int | None:
+    """Bytes of shared memory a block was launched with, what is asked for at the launch included."""
+    if "shared_bytes" in rung:
+        return int(rung["shared_bytes"])
+    if counters is None or "shared_bytes" not in counters.figures:
+        return None
+    return int(counters.figures["shared_bytes"]) - H200.architecture.reserved_shared  # the tool counts that too
 
 
 # --- devices ---------------------------------------------------------------------------------------------------

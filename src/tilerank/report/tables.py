@@ -282,6 +282,7 @@ TABLES = (
         (
             Column("bound by", "bound_by", text),
             Column("warps wait most for", "waits", text),
+            Column("instructions of warps, million", "instructions_m", short),
             Column("issue slots used", "issue_slots", share),
             Column("SM", "sm_throughput", share),
             Column("memory beyond L2", "dram_throughput", share),
@@ -307,12 +308,11 @@ TABLES = (
             Column("H200", "h200_registers", count),
             Column("spilled bytes, T4", "t4_spill_bytes", count),
             Column("H200", "h200_spill_bytes", count),
-            Column("shared bytes, T4", "t4_shared_bytes", count),
-            Column("H200", "h200_shared_bytes", count),
+            Column("shared bytes a block", "shared_bytes", count),
             Column("warps an SM, T4", "t4_warps", count),
             Column("H200", "h200_warps", count),
         ),
-        "The compiler's figures for sm_75 and sm_90a, and the warps that an SM then holds.",
+        "Registers and spills by the compiler for sm_75 and sm_90a, and the warps that an SM then holds.",
         measured_in="build_kernels",
     ),
     TableSpec(
