@@ -119,6 +119,11 @@ def _contents(root: Path, blobs: Sequence[str]) -> list[str]:
     return texts
 
 
+def is_shallow(root: Path) -> bool:
+    """Whether the clone lacks the older part of history."""
+    return (_git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "true"
+
+
 def read_moments(root: Path) -> Iterator[Moment]:
     """Every commit that touched records, oldest first, a moment for each machine that it holds records of.
 
