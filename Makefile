@@ -60,4 +60,4 @@ doctor: env ## Check compiler, GPU and library with a sanity kernel
 	@$(RUN) -m tilerank.cli doctor
 
 clean: ## Remove what was built and the pipeline's data (not the records)
-	rm -rf build dist data reports mlartifacts mlflow.db*
+	rm -rf build dist data reports dvc_plots mlartifacts mlflow.db*

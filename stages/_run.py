@@ -80,7 +80,7 @@ def _producer(root: Path, relative: str) -> str:
     pipeline = YAML(typ="safe").load((root / "dvc.yaml").read_text(encoding="utf-8"))
     for name, block in pipeline["stages"].items():
         block = block.get("do", block)
-        for out in [*block.get("outs", []), *block.get("metrics", [])]:
+        for out in block["outs"]:
             path = next(iter(out)) if isinstance(out, Mapping) else out
             if relative == path or relative.startswith(path + "/"):
                 return name

@@ -19,11 +19,11 @@ from typing import Any
 
 from tilerank import tracking
 from tilerank.errors import TilerankError
-from tilerank.moments import Commit, Moment, read_moments
+from tilerank.moments import Commit, Moment, is_shallow, read_moments
 from tilerank.report import Record
 from tilerank.report.counters import counters_of
 from tilerank.report.predictions import predicted_time, timed_case
-from tilerank.report.records import lookup, merge
+from tilerank.report.records import PRECISIONS, lookup, merge
 from tilerank.report.tables import commit_text, headline, keyed, measure, ratio, share, short, signed
 
 FORMAT = 1
@@ -70,7 +70,7 @@ class Imported:
     added: int
     kept: int
     removed: int
-    skipped: tuple[str, ...]  # why commits' records that do not add up were left out
+    skipped: tuple[str, ...]  # what was left out: older history, records that do not add up
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def read_history(root: Path) -> History:
                 first.setdefault(key, moment)
                 latest[key] = moment
     steps: list[Step] = []
-    skipped = []
+    skipped = ["what is older than this shallow clone (`git fetch --unshallow`)"] if is_shallow(root) else []
     for key, moment in latest.items():
         try:
             steps += _rung_steps(moment, key[1], first[key].commit)
@@ -264,7 +264,7 @@ def _rung_steps(moment: Moment, variant: str, recorded_in: Commit) -> Iterator[S
 
 def _measurements(record: Record, variant: str) -> Iterator[Mapping[str, Any]]:
     """The variant's figures: in the ladder, or, for another precision, beside it."""
-    for section in ("ladder", "other_precision"):
+    for section in ("ladder", *(f"rungs.{precision}" for precision in PRECISIONS)):
         values = lookup(record.values, section)
         if isinstance(values, Mapping) and isinstance(values.get(variant), Mapping):
             yield values[variant]
@@ -421,7 +421,7 @@ def _ranking_text(summary: Mapping[str, Any], values: Mapping[str, Any], label: 
     else:
         verdict = ""
     if "top10_exact" in values:
-        parts.append(f"top ten equal for {share(values['top10_exact'])} of {values['queries']} queries")
+        parts.append(f"top ten equal for {share(values['top10_exact'])} of {values['queries']:.0f} queries")
     return f"{label}: " * bool(label) + ", ".join(parts) + "." + (f" {verdict}." if verdict else "")
 
 
@@ -455,6 +455,13 @@ def _workload_note(steps: Sequence[Step]) -> str:
         if timed:
             quickest = min(timed, key=lambda name: timed[name])
             lines.append(f"- {machine}: the quickest is `{quickest}`, {short(timed[quickest])} µs.")
+        for name, step in latest.items():
+            ranking = {
+                key.removeprefix("ranking/"): value for key, value in step.metrics.items() if key.startswith("ranking/")
+            }
+            if ranking:
+                told = _ranking_text(step.moment.summary, ranking)
+                lines.append(f"- {machine}: did ranking change? With `{name}` in the unmodified model: {told}")
     return "\n".join(lines)
 
 
