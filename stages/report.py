@@ -8,9 +8,10 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
+from tilerank.report import host_path
 from tilerank.report.variants import doc_tables
 
-PICTURES = ("ladder", "time-shares", "lengths-scifact")
+PICTURES = ("ladder", "time-shares", "lengths-scifact", "host-path")
 """Those that README and docs show."""
 
 
@@ -37,12 +38,13 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        _update_pages(stage, built, report.readme_tables(records, tuple(captions)) | doc_tables(rows))
+        tables = report.readme_tables(records, tuple(captions)) | doc_tables(rows)
+        _update_pages(stage, built, tables | {host_path.TABLE: host_path.steps_table(records)})
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:
     """The tables between markers and the pictures in README and docs."""
-    for name in ("README.md", "docs/ladder.md", "docs/kernels.md"):
+    for name in ("README.md", "docs/ladder.md", "docs/kernels.md", host_path.PAGE):
         page = stage.root / name
         if not page.exists():
             continue

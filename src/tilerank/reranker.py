@@ -24,7 +24,7 @@ from tilerank.host_path import AUTO, HostPath
 from tilerank.models import WEIGHTS, Kind, ModelDescription, describe, resolve_path
 from tilerank.packed_attention import PackedAttention
 from tilerank.token_cache import TokenCache
-from tilerank.tokenization import Tokens, load_tokenizer
+from tilerank.tokenization import load_tokenizer
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Precision -> dtype of the weights. tf32 lets fp32 products run on TF32 tensor cores; elsewhere it equals fp32."""
@@ -270,36 +270,51 @@ class Reranker:
                 )
         return Scores(values, raw, np.concatenate(cut))
 
-    def _score_chunk(
-        self, pairs: Sequence[tuple[str, str]], batch_size: int | None, report: Report
-    ) -> tuple[Callable[[], np.ndarray], np.ndarray]:
-        """A function that waits for the logits or cosines of ``pairs``, and which passages were cut."""
-        queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
-        if self.kind == "cross-encoder":
-            tokens = self.tokenizer.pairs(queries, passages)
-            logits, places = self._encode(tokens, batch_size, report)
-            fetch = _fetched_later(logits)
-            return lambda: fetch()[places], tokens.truncated
-        tokens = self.tokenizer.texts(queries, passages)
-        found, places = self._encode(tokens, batch_size, report)
-        vectors = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(places), self.device)]
-        cosines = (vectors[: len(queries)] * vectors[len(queries) :]).sum(-1)
-        return _fetched_later(cosines), tokens.truncated[len(queries) :]
+    def score_in_steps(self, pairs: Sequence[tuple[str, str]], mark: Callable[[], None]) -> np.ndarray:
+        """Logits or cosines of pairs that are in memory together; ``mark`` is called when their ids are there, when the
+        batches are on the device, when the model has been called on all, and when the scores are on the host."""
+        with _arithmetic(self.precision, self.device):
+            fetch, _ = self._score_chunk(pairs, None, lambda share: None, mark)
+            scores = fetch()
+            mark()
+        return scores
 
-    def _encode(self, tokens: Tokens, batch_size: int | None, report: Report) -> tuple[torch.Tensor, np.ndarray]:
-        """Logits or vectors of the distinct sequences, on the device, and the place of every sequence among them.
+    def _score_chunk(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        batch_size: int | None,
+        report: Report,
+        mark: Callable[[], None] | None = None,
+    ) -> tuple[Callable[[], np.ndarray], np.ndarray]:
+        """A function that waits for the logits or cosines of ``pairs``, and which passages were cut.
 
         Each distinct sequence is computed once, so that doubles tie exactly (in a batch they would differ by float
-        noise).
+        noise). ``mark`` is as in `score_in_steps`; one that is given keeps all batches on the device at once.
         """
+        queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
+        is_pair = self.kind == "cross-encoder"
+        tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
+        step = mark or (lambda: None)
+        step()
         distinct, inverse = tokens.distinct()
         plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
+        batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
+        if mark is not None:
+            batches = list(batches)
+        step()
         parts, done = [], 0
-        for indices, batch in zip(plan, self.encoder.upload(tokens, [distinct[rows] for rows in plan]), strict=True):
+        for indices, batch in zip(plan, batches, strict=True):
             parts.append(self.encoder.forward(batch))
             done += len(indices)
             report(done / len(distinct))
-        return torch.cat(parts), np.argsort(np.concatenate(plan), kind="stable")[inverse]
+        found, places = torch.cat(parts), np.argsort(np.concatenate(plan), kind="stable")[inverse]
+        step()
+        if is_pair:
+            fetch = _fetched_later(found)
+            return lambda: fetch()[places], tokens.truncated
+        vectors = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(places), self.device)]
+        cosines = (vectors[: len(queries)] * vectors[len(queries) :]).sum(-1)
+        return _fetched_later(cosines), tokens.truncated[len(queries) :]
 
 
 def _pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tilerank.report.figures import DARK, LIGHT, Picture, draw_pictures
+from tilerank.report.host_path import steps_pictures
 from tilerank.report.records import Record, merge, sources
 from tilerank.report.tables import (
     TABLES,
@@ -45,7 +46,7 @@ def build_report(records: Sequence[Record], machine: str, captions: Mapping[str,
     captions: variant -> one sentence, in ladder order (see `draw_pictures`).
     """
     summary = merge(records)
-    pictures = draw_pictures(summary, captions or {})
+    pictures = (*draw_pictures(summary, captions or {}), *steps_pictures(summary))
     sections = []
     for spec in TABLES:
         table = build_table(spec, summary, tuple(captions or ()))
