@@ -1,4 +1,5 @@
-"""One query's passages, raw text in and scores out: the reranker beside sentence-transformers and a tuned peer."""
+"""One query's passages, raw text in and scores out: the reranker beside sentence-transformers and a tuned peer, and
+its host paths beside each other."""
 
 from stages._run import Stage, stage_main
 
@@ -22,11 +23,15 @@ def run(stage: Stage) -> None:
         max_length=workload.max_length,
         attention=settings.kernel.variant,
         batch_size=workload.batch_size,
+        host_path=settings.host_path.path,
+        token_cache=stage.path("data/tokens/passages.tokens"),
     )
     reference = rerank.reference_scores(setup, calls)
     record = {}
     for precision in workload.precisions:
         times = rerank.bench_precision(setup, precision, calls, reference, machine.rerank_rounds)
+        times |= rerank.bench_many(setup, precision, calls, min(machine.rerank_rounds, 2))
+        times["steps"] = rerank.bench_steps(setup, precision, calls, reference, machine.rerank_rounds)
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
         if device == "cuda":
             record.setdefault("memory", {})[precision] = rerank.memory_record(setup, precision, calls)

@@ -28,6 +28,7 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
     assert {
         "prepare_data.json",
         "retrieve.json",
+        "index_passages.json",
         "profile_baseline.json",
         "evaluate_quality.json",
         "bench_rerank.json",
