@@ -59,7 +59,8 @@ class Reranker:
         bi-encoder (pooled as its modules.json says, by default the mean; vectors of length 1).
     device: "cpu", "cuda" or "cuda:<number>"; None takes CUDA where there is a device, else the CPU.
     precision: "fp32", "tf32", "fp16" or "bf16", whatever dtype the file has and whatever torch's global switches say.
-    attention: "auto" (torch's SDPA until a registered kernel serves better), "sdpa", "eager", or a registered variant.
+    attention: "auto" (torch's SDPA until a registered kernel serves better; what the model itself computes where it
+        knows no SDPA, as MPNet and DeBERTa), "sdpa", "eager", or a registered variant.
     max_length: tokens a pair (cross-encoder) or a text (bi-encoder) has at most; a smaller limit that the model's own
         files set for its tokenizer holds too, as in sentence-transformers. The attribute has the limit in force.
 
@@ -91,7 +92,7 @@ class Reranker:
         self.tokenizer = load_tokenizer(self.path, max_length, texts=2 if self.kind == "cross-encoder" else 1)
         self.max_length = self.tokenizer.max_length
         model = load_model(self.path, self.kind, PRECISIONS[precision], _implementation(attention))
-        _check_variant(attention, self.device, precision, model.config, self.max_length)
+        _check_variant(attention, self.device, precision, model, self.max_length)
         self.model = model.to(self.device)
         self._description = description
         self._activation = _activation(description) if self.kind == "cross-encoder" else torch.nn.Identity()
@@ -293,12 +294,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _implementation(attention: str) -> str:
-    """The name under which transformers knows the attention."""
-    if attention in ("auto", "sdpa"):
-        return "sdpa"
-    if attention == "eager":
-        return "eager"
+def _implementation(attention: str) -> str | None:
+    """The name under which transformers knows the attention; None: SDPA where the model serves it, else eager."""
+    if attention == "auto":
+        return None
+    if attention in ("sdpa", "eager"):
+        return attention
     from tilerank.kernels import huggingface, registry
 
     variants = [row.name for row in registry.attention_rows()]
@@ -309,12 +310,20 @@ def _implementation(attention: str) -> str:
     return name
 
 
-def _check_variant(attention: str, device: torch.device, precision: str, config: Any, max_length: int) -> None:
+def _check_variant(
+    attention: str, device: torch.device, precision: str, model: torch.nn.Module, max_length: int
+) -> None:
     """Refuse a registered variant that cannot run this model here. Masks are left to the call: some need none."""
     if attention in ("auto", "sdpa", "eager"):
         return
-    from tilerank.kernels import registry
+    from tilerank.kernels import huggingface, registry
 
+    if not huggingface.calls_interface(type(model)):
+        raise TilerankError(
+            f"attention {attention!r} does not serve {type(model).__name__}, which computes attention by itself; "
+            "use auto or eager"
+        )
+    config = model.config
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = registry.Request(
         device=device.type,
@@ -329,7 +338,7 @@ def _check_variant(attention: str, device: torch.device, precision: str, config:
 
 
 def load_model(
-    path: Path, kind: Kind, dtype: torch.dtype, implementation: str, *, new_head: bool = False
+    path: Path, kind: Kind, dtype: torch.dtype, implementation: str | None, *, new_head: bool = False
 ) -> torch.nn.Module:
     """The transformers model in folder ``path``, on the CPU, with this dtype and attention, whatever the file has.
 

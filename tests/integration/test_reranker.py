@@ -428,6 +428,34 @@ def test_a_registered_variant_is_used(tiny: Path, reranker: Reranker) -> None:
     np.testing.assert_allclose(ours.score(pairs).logits, reranker.score(pairs).logits, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_a_model_that_computes_attention_by_itself(tiny: Path, tmp_path: Path, family: str) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=66,
+        initializer_range=0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+    )
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(tmp_path)
+    pairs = [(QUERY, passage) for passage in [*_passages(6), ""]]
+    theirs = CrossEncoder(str(tmp_path), device="cpu", max_length=64)
+    expected = theirs.predict(pairs, activation_fn=torch.nn.Identity())
+    logits = Reranker(tmp_path, device="cpu", max_length=64).score(pairs).logits
+    np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
+    with pytest.raises(TilerankError, match=f"'naive' does not serve {family}For.* by itself; use auto or eager"):
+        Reranker(tmp_path, device="cpu", max_length=64, attention="naive")
+
+
 def test_devices(tiny: Path) -> None:
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert Reranker(tiny, max_length=64).device.type == expected
