@@ -111,7 +111,8 @@ class Reranker:
         Raises TypeError for anything but pairs of strings, ValueError for another number of scores, and
         `TilerankError` for a score that is not finite.
         """
-        if isinstance(pairs, (list, tuple)) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
+        is_sequence = isinstance(pairs, (list, tuple, np.ndarray))
+        if is_sequence and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
             return self.score([pairs], batch_size, show_progress_bar, activation_fn).values[0]
         return self.score(pairs, batch_size, show_progress_bar, activation_fn).values
 
@@ -132,8 +133,10 @@ class Reranker:
         """
         if not isinstance(query, str):
             raise TypeError(f"query must be a string, got {type(query).__name__}")
-        if top_k is not None and top_k < 0:
-            raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
+        if top_k is not None:
+            top_k = _integer("top_k", top_k)
+            if top_k < 0:
+                raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
         texts = _items(documents, "documents")
         for index, text in enumerate(texts):
             if not isinstance(text, str):
@@ -159,6 +162,7 @@ class Reranker:
         """
         if batch_size is None:
             batch_size = _CPU_BATCH if self.device.type == "cpu" else _GPU_BATCH
+        batch_size = _integer("batch_size", batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
         checked = [_pair(pair, index) for index, pair in enumerate(_items(pairs, "pairs"))]
@@ -184,10 +188,10 @@ class Reranker:
         for name, scores in (("logit", raw), ("score", values)):
             if not np.isfinite(scores).all():
                 index = int(np.flatnonzero(~np.isfinite(scores))[0])
-                raise TilerankError(
-                    f"the {name} of pair {index} is {scores[index]}; {self.path / WEIGHTS} may be damaged, or "
-                    f"its values too large for {self.precision}"
-                )
+                cause = f"{self.path / WEIGHTS} may be damaged, or its values too large for {self.precision}"
+                if name == "score":  # the logits are finite
+                    cause = f"the activation made it of the logit {raw[index]}"
+                raise TilerankError(f"the {name} of pair {index} is {scores[index]}; {cause}")
         return Scores(values, raw, np.concatenate(truncated))
 
     def _cross_encode(
@@ -264,16 +268,20 @@ def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((len(logits), 1), (len(logits),)):
         raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")
-    return values.reshape(-1).float().cpu().numpy()
+    return torch.as_tensor(values).reshape(-1).float().cpu().numpy()
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def _checked_max_length(max_length: int, description: ModelDescription) -> int:
-    try:
-        if isinstance(max_length, bool):
-            raise TypeError
-        max_length = operator.index(max_length)
-    except TypeError:
-        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}") from None
+    max_length = _integer("max_length", max_length)
     limit = description.position_limit
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; the model's position table serves at most {limit} tokens")
