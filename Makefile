@@ -33,8 +33,8 @@ format: env ## Format the Python code
 repro: env ## Reproduce the record of params.yaml on this machine (dvc repro)
 	@$(RUN) -m dvc repro
 
-model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
-	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))
+model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n tries n steps on the CPU)
+	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS) machine=cpu)
 
 ui: env ## Open MLflow on the latest two runs, compared (http://127.0.0.1:5000)
 	@$(RUN) -m stages.ui

@@ -118,7 +118,9 @@ def _rerank(options: argparse.Namespace) -> None:
         _print_json({"query": options.query, "truncated": ranking.truncated, "results": list(ranking)})
         return
     for rank, result in enumerate(ranking, start=1):
-        text = " ".join(result["text"].split()).encode("utf-8", "replace").decode("utf-8")
+        # What the terminal's encoding lacks is replaced: a ranking is worth more than a character.
+        encoding = sys.stdout.encoding or "utf-8"
+        text = " ".join(result["text"].split()).encode(encoding, "replace").decode(encoding)
         print(f"{rank}\t{result['score']:.6f}\t{result['corpus_id']}\t{text}")
     if ranking.truncated:
         print(f"tilerank: {ranking.truncated} passages cut to fit {reranker.max_length} tokens", file=sys.stderr)

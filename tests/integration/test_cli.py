@@ -66,6 +66,15 @@ def test_passages_come_from_standard_input(
     assert json.loads(capsys.readouterr().out)["results"] == []
 
 
+def test_a_terminal_that_lacks_a_character_still_gets_the_ranking(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", _stdin("zürich\n".encode()))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(_rerank(model)) == 0
+    out.seek(0)
+    assert out.read().endswith("\tz?rich\n")
+
+
 def test_passages_come_from_json_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"_id": "7", "title": "Bone", "text": "cell"}\n"two\\nlines"\n{"text": "cut \\ud83d"}\n')

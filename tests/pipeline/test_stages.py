@@ -67,6 +67,12 @@ def test_a_what_if_is_kept_apart_and_another_machine_is_refused(project) -> None
     assert _digests(project.root / "metrics") | _digests(project.root / "data" / "candidates") == before
 
 
+def test_a_few_steps_of_training_run_on_any_machine(project) -> None:
+    """The record's settings name a machine, and the stage stops on any other."""
+    assert "stages.finetune --steps 3 machine=cpu" in project.check("make -n model STEPS=3")
+    assert "stages.finetune \n" in project.check("make -n model"), "all steps: as recorded"
+
+
 def test_a_what_if_says_which_overrides_do_not_reach_its_inputs(project) -> None:
     refused = project.run("python -m stages.retrieve dataset.queries=2")
     assert refused.returncode == 1
