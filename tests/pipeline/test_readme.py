@@ -79,6 +79,14 @@ def test_no_page_has_a_command_that_nothing_runs(repository: Path) -> None:
     assert walked == WALK
 
 
+def test_experiments_name_a_machine_that_every_reader_has(repository: Path) -> None:
+    """The record's own machine is not: its stages would stop the experiment anywhere else."""
+    experiments = [line for line in _commands(repository) if line.startswith("dvc exp run")]
+    assert len(experiments) >= 2
+    for command in experiments:
+        assert "-S machine=cpu" in command, command
+
+
 def test_programs_run(repository: Path) -> None:
     blocks = _blocks(repository / "README.md", "python")
     assert blocks
