@@ -97,6 +97,35 @@ __device__ __forceinline__ uint32_t pack16<__nv_bfloat16>(float low, float high)
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// The larger of two pairs, half by half.
+template <typename Element>
+__device__ __forceinline__ uint32_t max16(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t max16<__half>(uint32_t a, uint32_t b) {
+    const __half2 pair = __hmax2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t max16<__nv_bfloat16>(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 pair =
+        __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Is one of a pair above the limit?
+template <typename Element>
+__device__ __forceinline__ bool exceeds16(uint32_t pair, float limit);
+template <>
+__device__ __forceinline__ bool exceeds16<__half>(uint32_t pair, float limit) {
+    const __half2 both = *reinterpret_cast<const __half2*>(&pair);
+    return fmaxf(__low2float(both), __high2float(both)) > limit;
+}
+template <>
+__device__ __forceinline__ bool exceeds16<__nv_bfloat16>(uint32_t pair, float limit) {
+    const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    return fmaxf(__low2float(both), __high2float(both)) > limit;
+}
+
 // Two neighbouring elements of global memory in one register.
 template <typename Element>
 __device__ __forceinline__ uint32_t load_pair(const Element* source, bool aligned) {
@@ -227,6 +256,14 @@ __device__ __forceinline__ void add_values(Fragment (&accumulator)[kRowTiles][D 
             mma_m16n8k16<Element>(accumulator[tile][column * 2 + 1], weights[tile], {v[2], v[3]});
         }
     }
+}
+
+// row_sums += the weights of each row, by a product with ones: all columns of a row then hold its sum.
+template <typename Element, int kRowTiles>
+__device__ __forceinline__ void add_row_sums(Fragment (&row_sums)[kRowTiles], const uint32_t (&weights)[kRowTiles][4]) {
+    const uint32_t ones = pack16<Element>(1.0f, 1.0f);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) mma_m16n8k16<Element>(row_sums[tile], weights[tile], {ones, ones});
 }
 
 // ---- A row's softmax: a row is spread over the four lanes of a quad ----
