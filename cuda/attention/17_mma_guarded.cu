@@ -36,57 +36,6 @@ struct State {
 constexpr float kNoReference = -3.0e+38f;
 constexpr float kLargestWeight = 16384.0f;
 
-// Raises each row's reference to its largest score among these 16 keys, where that is larger.
-template <int D>
-__device__ __forceinline__ void raise_references(State<D>& state, const Fragment (&scores)[kRowTiles<D>][2],
-                                                 float factor) {
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles<D>; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float largest = state.reference[tile][half];
-#pragma unroll
-            for (int block = 0; block < 2; ++block) {
-                largest = fmaxf(largest, __fmul_rn(scores[tile][block][half * 2], factor));
-                largest = fmaxf(largest, __fmul_rn(scores[tile][block][half * 2 + 1], factor));
-            }
-            largest = quad_max(largest);
-            const float rescale = exp2_approx(state.reference[tile][half] - largest);
-            state.reference[tile][half] = largest;
-            state.row_sums[tile][half * 2] *= rescale;
-#pragma unroll
-            for (int column = 0; column < D / 8; ++column) {
-                state.sums[tile][column][half * 2] *= rescale;
-                state.sums[tile][column][half * 2 + 1] *= rescale;
-            }
-        }
-    }
-}
-
-// The weights of 16 keys; is one of them, on any lane, too large? kFused: by one multiply-add a score; else as rounded as
-// references are, so that a weight never exceeds 1 by a large score's last place.
-template <typename Element, bool kFused, int kTiles>
-__device__ __forceinline__ bool weigh(uint32_t (&weights)[kTiles][4], const Fragment (&scores)[kTiles][2],
-                                      const float (&reference)[kTiles][2], float factor) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float weight[2];
-#pragma unroll
-            for (int column = 0; column < 2; ++column) {
-                const float score = scores[tile][i / 2][i % 2 * 2 + column];
-                weight[column] = exp2_approx(kFused ? score * factor - reference[tile][i % 2]
-                                                    : __fmul_rn(score, factor) - reference[tile][i % 2]);
-            }
-            weights[tile][i] = pack16<Element>(weight[0], weight[1]);
-            largest = max16<Element>(largest, weights[tile][i]);
-        }
-    }
-    return kFused && __any_sync(kFullMask, exceeds16<Element>(largest, kLargestWeight));
-}
-
 // kStepKeys keys from row `key` of the tile on. kWhole: every row sees all of them; else the lane's rows see the tile's
 // keys below sees[..].
 template <typename Element, int D, bool kWhole>
@@ -115,9 +64,9 @@ __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, k
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t weights[kTiles][4];
-        if (weigh<Element, true>(weights, scores[step], state.reference, factor)) {
-            raise_references(state, scores[step], factor);
-            weigh<Element, false>(weights, scores[step], state.reference, factor);
+        if (guarded_weights<Element, true>(weights, scores[step], state.reference, factor, kLargestWeight)) {
+            raise_references<D>(state.reference, state.row_sums, state.sums, scores[step], factor);
+            guarded_weights<Element, false>(weights, scores[step], state.reference, factor, kLargestWeight);
         }
         add_row_sums<Element>(state.row_sums, weights);
         add_values<Element, D>(state.sums, weights, v_tile, key + step * 16, lane);

@@ -300,6 +300,60 @@ __device__ __forceinline__ void hide_keys(Fragment& scores, int first, const int
     }
 }
 
+// ---- Guarded weights: relative to a reference that is raised only when a weight grows too large ----
+
+// The weights of 16 keys; is one of them, on any lane, above `most`? kFused: by one multiply-add a score; else (then the
+// answer is no) as rounded as references are, so that a weight never exceeds 1 by a large score's last place.
+template <typename Element, bool kFused, int kRowTiles>
+__device__ __forceinline__ bool guarded_weights(uint32_t (&weights)[kRowTiles][4],
+                                                const Fragment (&scores)[kRowTiles][2],
+                                                const float (&reference)[kRowTiles][2], float factor, float most) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float weight[2];
+#pragma unroll
+            for (int column = 0; column < 2; ++column) {
+                const float score = scores[tile][i / 2][i % 2 * 2 + column];
+                weight[column] = exp2_approx(kFused ? score * factor - reference[tile][i % 2]
+                                                    : __fmul_rn(score, factor) - reference[tile][i % 2]);
+            }
+            weights[tile][i] = pack16<Element>(weight[0], weight[1]);
+            if (kFused) largest = max16<Element>(largest, weights[tile][i]);
+        }
+    }
+    return kFused && __any_sync(kFullMask, exceeds16<Element>(largest, most));
+}
+
+// Raises each row's reference to its largest score among these 16 keys, where that is larger.
+template <int D, int kRowTiles>
+__device__ __forceinline__ void raise_references(float (&reference)[kRowTiles][2], Fragment (&row_sums)[kRowTiles],
+                                                 Fragment (&sums)[kRowTiles][D / 8],
+                                                 const Fragment (&scores)[kRowTiles][2], float factor) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = reference[tile][half];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                largest = fmaxf(largest, __fmul_rn(scores[tile][i / 2][half * 2 + i % 2], factor));
+            }
+            largest = quad_max(largest);
+            const float rescale = exp2_approx(reference[tile][half] - largest);
+            reference[tile][half] = largest;
+            row_sums[tile][half * 2] *= rescale;
+#pragma unroll
+            for (int column = 0; column < D / 8; ++column) {
+                sums[tile][column][half * 2] *= rescale;
+                sums[tile][column][half * 2 + 1] *= rescale;
+            }
+        }
+    }
+}
+
 // Writes 16 rows x D sums, each times its row's factor. rows: those that exist.
 template <int D, typename Element>
 __device__ __forceinline__ void store_rows(Element* first, int64_t token_stride, const Fragment (&sums)[D / 8],

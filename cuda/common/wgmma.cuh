@@ -1,5 +1,5 @@
-// Hopper's own instructions (sm_90a): warpgroup products, and barriers in shared memory that copies arrive at. No host
-// version: rows whose files include this say host_exempt.
+// Hopper's own instructions (sm_90a): products of a warpgroup and how its warps share registers. Compiled for another
+// architecture they trap. No host version: rows whose files include this say host_exempt.
 #pragma once
 
 #include <type_traits>
@@ -8,42 +8,20 @@
 
 namespace tilerank {
 
-// ---- Barriers in shared memory (mbarrier) ----
-// A barrier counts arrivals; when all of a phase have come, the next phase begins. Waiting for parity p returns once the
-// phase of that parity (0 for the first) is complete.
-
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-// Makes initialised barriers known to copies and warpgroup products; before the block's __syncthreads().
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives when the copies (copy_async) that this thread has started have landed.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "wait:\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra ready;\n"
-        "bra wait;\n"
-        "ready:\n"
-        "}\n" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
 // Shared memory that ordinary stores and copies wrote becomes visible to warpgroup products.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Registers of a warpgroup ----
+// A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some back.
+
+template <int Registers>
+__device__ __forceinline__ void give_registers_back() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
 
 // ---- Products of a warpgroup: four warps from a multiple of four on ----
 
@@ -55,12 +33,13 @@ __host__ __device__ constexpr int swizzled_offset(int row, int byte) {
     return offset ^ ((offset >> 7 & (kRowBytes / 16 - 1)) << 4);
 }
 
-// What describes such rows to wgmma: begin, in shared memory; stride, bytes between tiles that lie side by side.
+// What describes such rows to wgmma. begin: in shared memory, in units of 16 bytes, as a sum that the compiler can keep;
+// stride: bytes between tiles that lie side by side.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t begin, int stride) {
-    constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
-    return static_cast<uint64_t>(begin >> 4 & 0x3fff) | static_cast<uint64_t>(stride >> 4) << 16 |
-           static_cast<uint64_t>(8 * kRowBytes >> 4) << 32 | kSwizzle << 62;
+    constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+    constexpr uint32_t kHigh = 8 * kRowBytes >> 4 | kSwizzle << 30;
+    return static_cast<uint64_t>(kHigh) << 32 | (begin + (static_cast<uint32_t>(stride >> 4) << 16));
 }
 
 // Before a warp's first product and after it has touched registers of one.
