@@ -6,21 +6,27 @@
 
 #include "common/device.h"
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TILERANK_HOPPER(...) asm volatile(__VA_ARGS__)
+#else
+#define TILERANK_HOPPER(...) __trap()
+#endif
+
 namespace tilerank {
 
 // Shared memory that ordinary stores and copies wrote becomes visible to warpgroup products.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() { TILERANK_HOPPER("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Registers of a warpgroup ----
 // A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some back.
 
 template <int Registers>
 __device__ __forceinline__ void give_registers_back() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+    TILERANK_HOPPER("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+    TILERANK_HOPPER("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
 // ---- Products of a warpgroup: four warps from a multiple of four on ----
@@ -43,16 +49,16 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t begin, int stride) 
 }
 
 // Before a warp's first product and after it has touched registers of one.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { TILERANK_HOPPER("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { TILERANK_HOPPER("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+    TILERANK_HOPPER("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
 #define TILERANK_SUMS(block) "+f"(block[0]), "+f"(block[1]), "+f"(block[2]), "+f"(block[3])
 #define TILERANK_WGMMA_TYPED(shape, type, sums, factors, add, transposed, ...)                                     \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                                       \
+    TILERANK_HOPPER("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                                       \
                  ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" sums "}, " factors          \
                  ", add, 1, 1, " transposed ";\n}\n"                                                               \
                  : __VA_ARGS__                                                                                     \
@@ -150,6 +156,7 @@ struct Wgmma<128> {
 #undef TILERANK_WGMMA
 #undef TILERANK_WGMMA_TYPED
 #undef TILERANK_SUMS
+#undef TILERANK_HOPPER
 
 // sums (64 x N, fp32) = a b, or += a b where add_flag is not 0. a: 64 x 16 in registers, a warp's 16 rows as in
 // m16n8k16; b: 16 x N in shared memory; its rows there are columns of b (N of them), or where kTransposed rows of b.
