@@ -52,7 +52,7 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
                                        const typename Shape<D>::Splitter::Halves& k_halves,
                                        const typename Shape<D>::Splitter::Halves& v_halves, int step,
                                        const int (&keys)[Shape<D>::kRowTiles][2], float k_inverse,
-                                       SplitSoftmax (&softmax)[Shape<D>::kRowTiles][2],
+                                       SplitSoftmax<> (&softmax)[Shape<D>::kRowTiles][2],
                                        Sums<D> (&sums)[Shape<D>::kRowTiles]) {
     constexpr int kRowTiles = Shape<D>::kRowTiles;
     constexpr int kStepKeys = Shape<D>::kStepKeys;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
             for (int i = 0; i < 4; ++i) {
                 const int half = i % 2;
                 const float(&s)[4] = score[m][j * 2 + i / 2];
-                SplitSoftmax& state = softmax[m][half];
+                auto& state = softmax[m][half];
                 const float first = exp2_approx(s[half * 2] * unit[m][half] - state.reference);
                 const float second = exp2_approx(s[half * 2 + 1] * unit[m][half] - state.reference);
                 state.sum += first + second;
@@ -184,14 +184,14 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
     const int warp = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     const int first_row = warp * Shape<D>::kWarpRows;
 
-    for (int tile = 0; tile < 2 && tile < tiles; ++tile) splitter.copy(block, args, tile);
+    for (int tile = 0; tile < 2 && tile < tiles; ++tile) splitter.copy(block, args, tile, tile);
     SplitQueries<D> q[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
         q[m].load(block, args.q_token_stride, first_row + m * 16, factor, aligned);
     }
     Sums<D> sums[kRowTiles];
-    SplitSoftmax softmax[kRowTiles][2];
+    SplitSoftmax<> softmax[kRowTiles][2];
     Trust trust;
     TileFactors factors;  // of the tile whose halves are there
     TileFactors before;   // of the one before
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
         before = factors;
         factors = factors.next(k_span, v_span);
         splitter.split_tile(tile, power_of_two(factors.k_field), power_of_two(factors.v_field));
-        if (tile + 2 < tiles) splitter.copy(block, args, tile + 2);
+        if (tile + 2 < tiles) splitter.copy(block, args, tile + 2, tile + 2);
     };
     if (tiles > 0) {
         copy_async_wait<0>();
@@ -256,30 +256,12 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
         attend_exactly<D>(args, block, first_row, Shape<D>::kWarpRows);
         return;
     }
-    const float v_inverse = inverse_power_of_two(factors.v_field);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = softmax[m][half].sum;
-            sum += __shfl_xor_sync(kFullMask, sum, 1);
-            sum += __shfl_xor_sync(kFullMask, sum, 2);
-            const float factor_of_row = normalizer(sum);
-            const int row = first_row + m * 16 + half * 8 + lane / 4;
-            if (row >= block.rows) continue;
-            float* out = block.out + row * args.out_token_stride + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < D / 8; ++i) {
-                const float2 pair = {(sums[m].high[i][half * 2] + sums[m].low[i][half * 2]) * factor_of_row * v_inverse,
-                                     (sums[m].high[i][half * 2 + 1] + sums[m].low[i][half * 2 + 1]) * factor_of_row *
-                                         v_inverse};
-                if (aligned) {
-                    store_vector(out + i * 8, pair);
-                } else {
-                    out[i * 8] = pair.x, out[i * 8 + 1] = pair.y;
-                }
-            }
-        }
+        store_split_rows<D>(block, args.out_token_stride, first_row + m * 16, softmax[m], factors.v_field, aligned,
+                            [&](int i, int half, int j) {
+                                return sums[m].high[i][half * 2 + j] + sums[m].low[i][half * 2 + j];
+                            });
     }
 }
 

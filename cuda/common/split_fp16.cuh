@@ -83,6 +83,32 @@ __device__ __forceinline__ unsigned warp_max(unsigned value) {
 #endif
 }
 
+// The larger one, or NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+#else
+    return a != a ? a : b != b ? b : fmaxf(a, b);
+#endif
+}
+
+// What is kept of numbers that were multiplied by a factor chosen earlier: do they fit it?
+struct Fit {
+    float largest = 0.0f;
+    unsigned smallest_less_1 = ~0u;  // bits of the smallest group above 0, less 1: 0 becomes the largest
+
+    __device__ __forceinline__ void add_group(const float4& four) {
+        const float group = max_or_nan(max_or_nan(fabsf(four.x), fabsf(four.y)), max_or_nan(fabsf(four.z), fabsf(four.w)));
+        largest = max_or_nan(largest, group);
+        smallest_less_1 = min(smallest_less_1, __float_as_uint(group) - 1u);
+    }
+    __device__ __forceinline__ bool fails(float least, float most) const {
+        return !(largest <= most) || smallest_less_1 < __float_as_uint(least) - 1u;
+    }
+};
+
 // ---- Tiles of k and v on their way from global memory, through fp32 in shared memory, to their two terms ----
 
 constexpr int kPanelColumns = 32;  // of head_dim: a row of a panel has their high terms, then their low ones: 128 bytes
@@ -120,42 +146,51 @@ class TileSplitter {
         if (D % kPanelColumns != 0) clear_padding();
     }
 
-    // Starts the copy of tile `tile`: zeros beyond the last key.
-    __device__ __forceinline__ void copy(const QueryBlock& block, const AttentionArgs& args, int tile) {
+    // Starts the copy of the block's tile `tile`, zeros beyond its last key, as the `at`-th tile of all. The other calls
+    // know it by that number.
+    __device__ __forceinline__ void copy(const QueryBlock& block, const AttentionArgs& args, int tile, int at) {
         const int first = tile * kTileKeys;
         const int keys = keys_below(block.any_row_sees, first, kTileKeys);
-        copy_rows(k_raw_[tile & 1], block.k + first * args.k_token_stride, args.k_token_stride, keys);
-        copy_rows(v_raw_[tile & 1], block.v + first * args.v_token_stride, args.v_token_stride, keys);
+        copy_rows(k_raw_[at & 1], block.k + first * args.k_token_stride, args.k_token_stride, keys);
+        copy_rows(v_raw_[at & 1], block.v + first * args.v_token_stride, args.v_token_stride, keys);
         copy_async_commit();
     }
 
-    // Shares what this thread copied of tile `tile` spans.
-    __device__ __forceinline__ void measure(int tile) {
-        const Span k = span(k_raw_[tile & 1]);
-        const Span v = span(v_raw_[tile & 1]);
+    // Shares what this thread copied of tile `at` spans.
+    __device__ __forceinline__ void measure(int at) {
+        const Span k = span(k_raw_[at & 1]);
+        const Span v = span(v_raw_[at & 1]);
         const unsigned of_warp[4] = {warp_max(k.largest), warp_max(k.smallest_negated), warp_max(v.largest),
                                      warp_max(v.smallest_negated)};
         if (thread_ % kWarpSize == 0) {
-            store_vector(&spans_[tile & 1][thread_ / kWarpSize][0],
+            store_vector(&spans_[at & 1][thread_ / kWarpSize][0],
                          uint4{of_warp[0], of_warp[1], of_warp[2], of_warp[3]});
         }
     }
 
-    // What tile `tile` spans, once all have measured.
-    __device__ __forceinline__ void read_spans(int tile, Span& k, Span& v) const {
+    // What tile `at` spans, once all have measured.
+    __device__ __forceinline__ void read_spans(int at, Span& k, Span& v) const {
         k = v = Span{};
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) {
-            const uint4 of_warp = load_vector<uint4>(&spans_[tile & 1][warp][0]);
+            const uint4 of_warp = load_vector<uint4>(&spans_[at & 1][warp][0]);
             k.add({of_warp.x, of_warp.y});
             v.add({of_warp.z, of_warp.w});
         }
     }
 
-    // Splits what this thread copied of tile `tile`, multiplied by these powers of two.
-    __device__ __forceinline__ void split_tile(int tile, float k_factor, float v_factor) {
-        split_rows(k_halves[tile & 1], k_raw_[tile & 1], k_factor);
-        split_rows(v_halves[tile & 1], v_raw_[tile & 1], v_factor);
+    // Splits what this thread copied of tile `at`, multiplied by these powers of two.
+    __device__ __forceinline__ void split_tile(int at, float k_factor, float v_factor) {
+        split_rows(k_halves[at & 1], k_raw_[at & 1], k_factor);
+        split_rows(v_halves[at & 1], v_raw_[at & 1], v_factor);
+    }
+
+    // The same with factors that were chosen from an earlier tile. Are they wrong for what this thread copied?
+    __device__ __forceinline__ bool split_tile_as_before(int at, float k_factor, float v_factor) {
+        Fit k, v;
+        split_rows(k_halves[at & 1], k_raw_[at & 1], k_factor, &k);
+        split_rows(v_halves[at & 1], v_raw_[at & 1], v_factor, &v);
+        return k.fails(0x1p-4f, 0x1p15f) || v.fails(0x1p-1f, 0x1p15f);
     }
 
   private:
@@ -208,14 +243,16 @@ class TileSplitter {
         return span;
     }
 
-    __device__ __forceinline__ void split_rows(Halves& halves, const Raw& raw, float factor) {
+    __device__ __forceinline__ void split_rows(Halves& halves, const Raw& raw, float factor, Fit* fit = nullptr) {
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
             if (!takes_part(round)) continue;
             const int to_row = row(round);
-            const float4 four = load_vector<float4>(&raw[to_row][column()]);
-            const SplitPair first = split(four.x * factor, four.y * factor);
-            const SplitPair second = split(four.z * factor, four.w * factor);
+            float4 four = load_vector<float4>(&raw[to_row][column()]);
+            four = {four.x * factor, four.y * factor, four.z * factor, four.w * factor};
+            if (fit != nullptr) fit->add_group(four);
+            const SplitPair first = split(four.x, four.y);
+            const SplitPair second = split(four.z, four.w);
             __half* panel = halves[column() / kPanelColumns];
             const int part = column() % kPanelColumns / 8;
             const int within = column() % 8;
@@ -274,12 +311,20 @@ struct SplitQueries {
     // Rows first_row .. first_row+15 of the block; those that do not exist are zeros. Called by whole warps.
     __device__ __forceinline__ void load(const QueryBlock& block, int64_t token_stride, int first_row,
                                          const ScoreFactor& factor, bool aligned) {
+        load(block.rows - first_row, factor, [&](int row, int column) {
+            const float* source = block.q + (first_row + row) * token_stride + column;
+            return aligned ? load_vector<float2>(source) : float2{source[0], source[1]};
+        });
+    }
+
+    // pair_at(row, column): two neighbours of one of the 16 rows, of which `rows` exist.
+    template <typename PairAt>
+    __device__ __forceinline__ void load(int rows, const ScoreFactor& factor, const PairAt& pair_at) {
         const int lane = threadIdx.x % kWarpSize;
         untrusted = wide = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = first_row + lane / 4 + half * 8;
-            const float* source = block.q + row * token_stride + lane % 4 * 2;
+            const int row = lane / 4 + half * 8;
             float2 pairs[kSteps][2];
             unsigned group = 0;
 #pragma unroll
@@ -288,13 +333,7 @@ struct SplitQueries {
                 for (int eight = 0; eight < 2; ++eight) {
                     const int column = step * 16 + eight * 8;
                     float2 pair{0.0f, 0.0f};
-                    if (row < block.rows && column < D) {
-                        if (aligned) {
-                            pair = load_vector<float2>(source + column);
-                        } else {
-                            pair = {source[column], source[column + 1]};
-                        }
-                    }
+                    if (row < rows && column < D) pair = pair_at(row, column + lane % 4 * 2);
                     pair.x *= factor.mantissa;
                     pair.y *= factor.mantissa;
                     group = max(group, max(absolute_bits(pair.x), absolute_bits(pair.y)));
@@ -348,12 +387,10 @@ struct TileFactors {
 
 // ---- Softmax ----
 
-// Weights are 2^13 exp2(score - max) when the maximum is new, and may grow to 2^15 before it is renewed: then their two
-// terms are 2^-38 of the largest or finer.
+// Weights are 2^kShift exp2(score - max) when the maximum is new, and may grow to 2^kMost before it is renewed: their two
+// terms are exact to 2^-22 of themselves, or 2^-25.
+template <int kShift = 13, int kMost = 15>
 struct SplitSoftmax {
-    static constexpr float kShift = 13.0f;
-    static constexpr float kMost = 15.0f;
-
     float reference = kLowestMax;  // weights are exp2(score - reference)
     float sum = 0.0f;
 
@@ -370,6 +407,35 @@ struct SplitSoftmax {
         return factor;
     }
 };
+
+// Ends 16 rows, first_row .. of the block: sum_at(i, half, j) is what was summed for row lane / 4 + 8 half, column
+// 8 i + 2 (lane % 4) + j.
+template <int D, typename Softmax, typename SumAt>
+__device__ __forceinline__ void store_split_rows(const QueryBlock& block, int64_t token_stride, int first_row,
+                                                 const Softmax (&softmax)[2], int v_field, bool aligned,
+                                                 const SumAt& sum_at) {
+    const int lane = threadIdx.x % kWarpSize;
+    const float v_inverse = inverse_power_of_two(v_field);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = softmax[half].sum;
+        sum += __shfl_xor_sync(kFullMask, sum, 1);
+        sum += __shfl_xor_sync(kFullMask, sum, 2);
+        const float factor = normalizer(sum);
+        const int row = first_row + half * 8 + lane / 4;
+        if (row >= block.rows) continue;
+        float* out = block.out + row * token_stride + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) {
+            const float2 pair = {sum_at(i, half, 0) * factor * v_inverse, sum_at(i, half, 1) * factor * v_inverse};
+            if (aligned) {
+                store_vector(out + i * 8, pair);
+            } else {
+                out[i * 8] = pair.x, out[i * 8 + 1] = pair.y;
+            }
+        }
+    }
+}
 
 // What the warp of a block of split rows must know of the tiles so far: are the two terms good enough?
 struct Trust {
