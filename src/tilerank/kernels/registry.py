@@ -20,7 +20,7 @@ DEVICES = ("cpu", "cuda")
 MAX_HEAD_DIM = 256
 
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
-_OPTIONAL = ("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt")
+_OPTIONAL = ("max_sm", "max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Row:
     masks: tuple[str, ...]
     min_sm: int
     prediction: str
+    max_sm: int | None = None  # None: every later one
     max_k_len: int | None = None
     workspace: bool = False
     auto: bool = True
@@ -118,6 +119,7 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         prediction=str(values["prediction"]),
         preference=int(values["preference"]) if "preference" in values else None,
         timed_layout=_timed_layout(f"{where}.timed_layout", values),
+        max_sm=int(values["max_sm"]) if "max_sm" in values else None,
         max_k_len=int(values["max_k_len"]) if "max_k_len" in values else None,
         workspace=bool(values.get("workspace", False)),
         auto=bool(values.get("auto", True)),
@@ -180,7 +182,12 @@ def refusal(row: Row, request: Request) -> str | None:
     extra = [mask for mask in MASKS if mask in request.masks and mask not in row.masks]
     checks = (
         unless(row.device == request.device, "device", request.device, row.device),
-        unless(request.sm >= row.min_sm, "sm", request.sm, f"{row.min_sm} and above"),
+        unless(
+            request.sm >= row.min_sm and (row.max_sm is None or request.sm <= row.max_sm),
+            "sm",
+            request.sm,
+            f"{row.min_sm} and above" if row.max_sm is None else f"{row.min_sm} to {row.max_sm}",
+        ),
         unless(request.dtype in row.dtypes, "dtype", request.dtype, listed(row.dtypes)),
         unless(
             1 <= request.head_dim <= MAX_HEAD_DIM if dims is None else request.head_dim in dims,
