@@ -19,11 +19,12 @@ RACES = Findings(1, 2, "Error: Race reported")
 
 
 def test_a_clean_variant_is_counts_alone() -> None:
-    outcomes = [Outcome(tool, findings=CLEAN, tally=Tally(44, 0)) for tool in TOOLS]
-    assert record_of([*outcomes, Outcome("ptx_75", tally=Tally(44, 0))]) == {
-        "cases": 44,
-        "wrong": 0,
+    outcomes = [Outcome(tool, findings=CLEAN, tally=Tally(12, 0)) for tool in TOOLS]
+    assert record_of([*outcomes, *(Outcome(check, tally=Tally(44, 0)) for check in ("native", "ptx_75"))]) == {
         **{f"{tool}_findings": 0 for tool in TOOLS},
+        "sampled_cases": 12,
+        "cases": 44,
+        "native_wrong": 0,
         "ptx_75_wrong": 0,
     }
 
@@ -36,14 +37,14 @@ def test_a_check_without_an_answer_is_absent_and_says_why() -> None:
 def test_findings_and_wrong_results_are_failures() -> None:
     record = record_of(
         [
-            Outcome("memcheck", findings=CLEAN, tally=Tally(44, 2)),
+            Outcome("memcheck", findings=CLEAN, tally=Tally(12, 2)),
             Outcome("racecheck", findings=RACES),
-            Outcome("ptx_75", tally=Tally(44, 1)),
+            Outcome("native", tally=Tally(44, 1)),
         ]
     )
-    assert (record["wrong"], record["racecheck_findings"], record["ptx_75_wrong"]) == (2, 3, 1)
+    assert (record["native_wrong"], record["memcheck_findings"], record["racecheck_findings"]) == (1, 0, 3)
     assert record["failure"] == (
-        "memcheck: 2 of 44 cases wrong; racecheck: 3, the first: Error: Race reported; ptx_75: 1 of 44 cases wrong"
+        "memcheck: 2 of 12 cases wrong; racecheck: 3, the first: Error: Race reported; native: 1 of 44 cases wrong"
     )
 
 
@@ -71,7 +72,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Findings, str] | E
 def test_every_tool_and_architecture_is_asked(tools: dict[str, object]) -> None:
     record = kernel_checks.check_variant(NAIVE, (90,))
     assert {key for key in record if key != "failure"} == {
-        *("cases", "wrong", "ptx_75_wrong", "ptx_80_wrong"),
+        *("cases", "native_wrong", "ptx_75_wrong", "ptx_80_wrong", "sampled_cases"),
         *(f"{tool}_findings" for tool in TOOLS),
     }
     assert record["failure"] == "ptx_80: 1 of 44 cases wrong"

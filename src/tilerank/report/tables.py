@@ -98,7 +98,7 @@ def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tupl
 
     def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
         reasons = values.get("not_available", {})
-        keys = {check: f"{check}_{'wrong' if check.startswith('ptx') else 'findings'}" for check in reasons}
+        keys = {column.key.rpartition("_")[0]: column.key for column in CHECK_COLUMNS}
         return {**values, **{keys[check]: f"not available ({reason})" for check, reason in reasons.items()}}
 
     return [(label, told(values)) for label, values in keyed(section, order)]
@@ -205,6 +205,18 @@ QUALITY_COLUMNS = (
     Column("largest logit difference", "max_abs_logit_diff", error),
     Column("Kendall's tau", "kendall_tau", measure),
     Column("queries", "queries", count),
+)
+
+CHECK_COLUMNS = (
+    Column("cases", "cases", count),
+    Column("own code", "native_wrong", wrong),
+    Column("compute_75 PTX", "ptx_75_wrong", wrong),
+    Column("compute_80 PTX", "ptx_80_wrong", wrong),
+    Column("sampled cases", "sampled_cases", count),
+    Column("memcheck", "memcheck_findings", found),
+    Column("racecheck", "racecheck_findings", found),
+    Column("initcheck", "initcheck_findings", found),
+    Column("synccheck", "synccheck_findings", found),
 )
 
 TABLES = (
@@ -466,18 +478,9 @@ TABLES = (
         "Checked on the GPU",
         "check_kernels",
         "variant",
-        (
-            Column("cases", "cases", count),
-            Column("results", "wrong", wrong),
-            Column("memcheck", "memcheck_findings", found),
-            Column("racecheck", "racecheck_findings", found),
-            Column("initcheck", "initcheck_findings", found),
-            Column("synccheck", "synccheck_findings", found),
-            Column("from compute_75 PTX", "ptx_75_wrong", wrong),
-            Column("from compute_80 PTX", "ptx_80_wrong", wrong),
-        ),
-        "Each case is compared with the reference, under every tool of compute-sanitizer and from PTX for older GPUs; "
-        "a number counts what was found or wrong.",
+        CHECK_COLUMNS,
+        "Every case is compared with the reference, from the GPU's own code and from PTX for older GPUs, and a sample "
+        "under each tool of compute-sanitizer; a number counts what was found or wrong.",
         entries=check_entries,
     ),
     TableSpec(
