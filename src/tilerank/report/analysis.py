@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tilerank.architectures import H200, T4, Device
@@ -33,8 +32,7 @@ def analyse(records: Sequence[Record], predictions: Mapping[str, str]) -> dict[s
     """
     summary = merge(records)
     ladder = summary.get("ladder", {})
-    timed = [name for name in predictions if "us" in ladder.get(name, {})]
-    for before, name in itertools.pairwise(timed):
+    for name, before in rungs_before(ladder, predictions).items():
         ladder[name]["rung_before"] = before
         ladder[name]["gain_over_rung_before"] = ladder[before]["us"] / ladder[name]["us"]
     for record in records:
@@ -63,6 +61,22 @@ def measurements(records: Sequence[Record]) -> dict[str, Mapping[str, Any]]:
         for record in records:
             found |= lookup(record.values, section) or {}
     return found
+
+
+def rungs_before(measured: Mapping[str, Any], order: Iterable[str]) -> dict[str, str]:
+    """Variant -> the timed one below it on the ladder at the same precision; absent for the first.
+
+    order: variants in ladder order; only these are rungs.
+    """
+    last: dict[str, str] = {}  # precision -> the latest rung
+    before = {}
+    for name in order:
+        if "us" in measured.get(name, {}):
+            precision = measured[name].get("precision", "fp32")
+            if precision in last:
+                before[name] = last[precision]
+            last[precision] = name
+    return before
 
 
 def time_parts(profile: Mapping[str, Any]) -> dict[str, float]:

@@ -160,8 +160,7 @@ table {{ border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: ta
 th, td {{ padding: 0.35rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }}
 thead th {{ color: var(--muted); font-weight: 500; vertical-align: bottom; }}
 td {{ white-space: nowrap; }}
-th:first-child {{ text-align: left; padding-left: 0; }}
-tbody th {{ position: sticky; left: 0; background: var(--paper); }}
+th:first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--paper); }}
 #records td {{ text-align: left; }}
 #records thead th {{ text-align: left; }}
 </style>
