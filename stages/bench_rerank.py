@@ -6,7 +6,7 @@ from stages._run import Stage, stage_main
 
 def run(stage: Stage) -> None:
     from tilerank import data, models, quality, retrieval
-    from tilerank.bench import rerank
+    from tilerank.bench import forward, rerank
     from tilerank.machine import device_for
 
     settings = stage.settings
@@ -34,6 +34,7 @@ def run(stage: Stage) -> None:
         times["steps"] = rerank.bench_steps(setup, precision, calls, reference, machine.rerank_rounds)
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
         if device == "cuda":
+            record.setdefault("forward", {})[precision] = forward.bench_forward(setup, precision)
             record.setdefault("memory", {})[precision] = rerank.memory_record(setup, precision, calls)
     stage.write_metrics(record)
 

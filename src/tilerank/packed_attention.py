@@ -29,7 +29,7 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """A chosen attention. ``name``: a registry row, or torch's part that it is."""
+    """A chosen attention. ``name``: a registry row, or torch's part: varlen (flash attention), mem_efficient, sdpa."""
 
     name: str
     attend: Attend
@@ -77,6 +77,8 @@ def implementation(chosen: PackedAttention) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"tilerank_packed_{chosen.name}"
+    if "flash" in name:  # transformers would look for a package of that name
+        raise ValueError(f"the attention's name is {chosen.name!r}; it must not contain 'flash'")
     AttentionInterface.register(name, functools.partial(_forward, attend=chosen.attend))
     AttentionMaskInterface.register(name, _no_mask)
     return name
@@ -129,7 +131,7 @@ def _torch_part(device: torch.device, dtype: torch.dtype, head_dim: int, reason:
         return PackedAttention("sdpa", _by_sequence, reason)
     has_flash = torch.cuda.get_device_capability(device) >= (8, 0)
     if dtype != torch.float32 and has_flash and head_dim % 8 == 0 and head_dim <= 256:
-        return PackedAttention("flash", _flash, reason)
+        return PackedAttention("varlen", _flash, reason)
     return PackedAttention("mem_efficient", _efficient, reason)
 
 

@@ -24,7 +24,7 @@ from tilerank.host_path import AUTO, HostPath
 from tilerank.models import WEIGHTS, Kind, ModelDescription, describe, resolve_path
 from tilerank.packed_attention import PackedAttention
 from tilerank.token_cache import TokenCache
-from tilerank.tokenization import load_tokenizer
+from tilerank.tokenization import Tokens, load_tokenizer
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Precision -> dtype of the weights. tf32 lets fp32 products run on TF32 tensor cores; elsewhere it equals fp32."""
@@ -285,6 +285,19 @@ class Reranker:
             scores = fetch()
             mark()
         return scores
+
+    def forward_of(self, tokens: Tokens) -> Callable[[], torch.Tensor]:
+        """A function that runs the model over ``tokens``, which are put on the device now: logits ``[n]`` or vectors
+        ``[n, d]``, in order, on the device."""
+        plan = self.encoder.plan(tokens.lengths, None)
+        batches = list(self.encoder.upload(tokens, plan))
+        places = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable")).to(self.device)
+
+        def run() -> torch.Tensor:
+            with _arithmetic(self.precision, self.device):
+                return torch.cat([self.encoder.forward(batch) for batch in batches])[places]
+
+        return run
 
     def _score_chunk(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilerank.bench import baseline, rerank
+from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
 from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, RerankSetup
 from tilerank.bench.timing import Row
@@ -177,6 +177,19 @@ def test_many_queries_at_once(model: tuple[Path, str]):
     assert 0 < record["pairs_per_s"] < 1e6
     assert record["cross_encoder_pairs_per_s"] > 0
     assert record["many_batch_size"] == 32
+
+
+def test_forward_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forward, "SEED_LENGTHS", (40, 3, 17, 60))
+    record = forward.bench_forward(setup_of(model), "fp32", warmup=0, rounds=2)
+    assert "failures" not in record
+    assert set(record["max_abs_error"]) == {"tilerank", "packed_library", "transformers_sdpa"}
+    for name in ("packed_library", "transformers_sdpa"):
+        assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
+    monkeypatch.setattr(forward, "_packed", lambda *_: lambda: torch.full((4, 1), float("nan")))
+    wrong = forward.bench_forward(setup_of(model), "fp32", warmup=0, rounds=1)
+    assert set(wrong["failures"]) == {"tilerank", "packed_library"}
+    assert not {"ms", "packed_library_ms", "speedup_vs_transformers_sdpa"} & set(wrong)
 
 
 def test_phases_add_up_to_the_call(model: tuple[Path, str]):
