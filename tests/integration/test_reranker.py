@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -415,6 +417,33 @@ def test_the_process_s_switches_do_not_matter_and_are_left_alone(reranker: Reran
     finally:
         torch.set_float32_matmul_precision(before)
     assert torch.is_grad_enabled()
+
+
+def test_threads_of_different_precisions_do_not_meet_and_leave_the_switches_alone(tiny: Path) -> None:
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    rankers = {
+        precision: Reranker(tiny, device="cpu", precision=precision, max_length=64) for precision in ("fp32", "tf32")
+    }
+    seen: set[tuple[str, str]] = set()
+
+    def work(precision: str) -> None:
+        def note(logits: torch.Tensor) -> torch.Tensor:
+            seen.add((precision, switch.fp32_precision))
+            time.sleep(0.002)
+            seen.add((precision, switch.fp32_precision))
+            return logits
+
+        for _ in range(10):
+            rankers[precision].predict([(QUERY, "bone")], activation_fn=note)
+
+    threads = [threading.Thread(target=work, args=(precision,)) for precision in ("fp32", "tf32", "fp32", "tf32")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {("fp32", "ieee"), ("tf32", "tf32")}
+    assert switch.fp32_precision == before
 
 
 def test_attention_implementations_agree(tiny: Path, reranker: Reranker) -> None:
