@@ -43,12 +43,12 @@ def test_the_targets_named_elsewhere_are_in_the_readme(repository: Path) -> None
     assert set(ELSEWHERE) <= set(_commands(repository))
 
 
-def test_experiments_name_a_machine_that_every_reader_has(repository: Path) -> None:
-    """The record's own machine is not: its stages would stop the experiment anywhere else."""
+def test_experiments_run_with_what_every_reader_has(repository: Path) -> None:
+    """The record's machine, data and model are not: an experiment with them would stop anywhere else."""
     experiments = [line for line in _commands(repository) if line.startswith("dvc exp run")]
     assert len(experiments) >= 2
     for command in experiments:
-        assert "-S machine=cpu" in command, command
+        assert "-S experiment=quickstart -S machine=cpu" in command, command
 
 
 def test_programs_run(repository: Path) -> None:
