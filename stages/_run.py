@@ -87,7 +87,7 @@ def _blocks(root: Path) -> dict[str, Mapping[str, Any]]:
 def _producer(root: Path, relative: str) -> str:
     """The stage whose outs hold ``relative``."""
     for name, block in _blocks(root).items():
-        for out in [*block.get("outs", []), *block.get("metrics", [])]:
+        for out in block["outs"]:
             path = next(iter(out)) if isinstance(out, Mapping) else out
             if relative == path or relative.startswith(path + "/"):
                 return name
@@ -187,6 +187,15 @@ def stage_main(
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def variant_main(run: Callable[[Stage], None], *, belongs_to_machine: bool = False) -> None:
+    """`stage_main` for a stage that is run once a variant: its name is ``stage.options.variant``."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
+
+    stage_main(run, belongs_to_machine=belongs_to_machine, options=options, label=lambda arguments: arguments.variant)
 
 
 def _run(

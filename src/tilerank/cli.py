@@ -1,4 +1,4 @@
-"""The command ``tilerank``: rerank passages for a query, evaluate a run, check the machine."""
+"""The command ``tilerank``: rerank passages for a query, index passages, evaluate a run, check the machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from tilerank._version import __version__
@@ -71,8 +72,15 @@ def _parser() -> argparse.ArgumentParser:
     rerank.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     rerank.add_argument("--precision", choices=("fp32", "tf32", "fp16", "bf16"), default="fp32")
     rerank.add_argument("--attention", default="auto", help="auto, sdpa, eager or a kernel's name (default: auto)")
+    rerank.add_argument("--token-cache", metavar="FILE", help="what `tilerank index` wrote for this model")
     rerank.add_argument("--json", action="store_true", help="print one JSON object")
     rerank.set_defaults(command=_rerank)
+
+    index = commands.add_parser("index", help="tokenise passages once, into a file that reranking reads")
+    index.add_argument("--model", required=True, help="model folder, known model's name, or hub repository")
+    index.add_argument("--documents", default="-", metavar="FILE", help="as for rerank; default: standard input")
+    index.add_argument("--out", required=True, metavar="FILE", help="what it has already is not tokenised again")
+    index.set_defaults(command=_index)
 
     evaluate = commands.add_parser("evaluate", help="measures of a run against judgements")
     evaluate.add_argument("--qrels", required=True, metavar="FILE", help="TREC format, or BEIR's TSV with its header")
@@ -105,6 +113,7 @@ def _rerank(options: argparse.Namespace) -> None:
         precision=options.precision,
         attention=options.attention,
         max_length=options.max_length,
+        token_cache=options.token_cache,
     )
     ranking = reranker.rank(
         options.query,
@@ -124,6 +133,22 @@ def _rerank(options: argparse.Namespace) -> None:
         print(f"{rank}\t{result['score']:.6f}\t{result['corpus_id']}\t{text}")
     if ranking.truncated:
         print(f"tilerank: {ranking.truncated} passages cut to fit {reranker.max_length} tokens", file=sys.stderr)
+
+
+def _index(options: argparse.Namespace) -> None:
+    documents = _read_documents(options.documents)
+    from tilerank.models import describe, resolve_path
+    from tilerank.token_cache import write_tokens
+    from tilerank.tokenization import load_tokenizer
+
+    path = resolve_path(options.model)
+    texts = 2 if describe(path).kind == "cross-encoder" else 1
+    tokenizer = load_tokenizer(path, sys.maxsize, texts=texts)  # ids are kept whole: cutting is for who reads them
+    report = write_tokens(Path(options.out), tokenizer.digest, tokenizer.encode, documents)
+    print(
+        f"{report.passages} passages, {report.tokens} tokens, {report.bytes} bytes; "
+        f"{report.tokenised} tokenised by {tokenizer.engine}"
+    )
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -47,6 +47,16 @@ def test_rerank_prints_what_rank_returns(model: Path, tmp_path: Path, capsys: py
     out, err = capsys.readouterr()
     assert json.loads(out) == {"query": "bone", "truncated": 1, "results": expected}
     assert err == ""
+    tokens = tmp_path / "passages.tokens"
+    index = ["index", "--model", str(model), "--documents", str(file), "--out", str(tokens)]
+    assert [main(index), main(index)] == [0, 0]
+    first, again = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"4 passages, 154 tokens, {tokens.stat().st_size} bytes; 4 tokenised by tok")
+    assert again.endswith("; 0 tokenised by tokenizers")
+    assert main(_rerank(model, "--documents", str(file), "--json", "--token-cache", str(tokens))) == 0
+    assert json.loads(capsys.readouterr().out)["results"] == expected
+    assert main(_rerank(model, "--documents", str(file), "--token-cache", str(file))) == 1
+    assert _only_line(capsys.readouterr().err) == f"tilerank: {file} is no token cache; write one with `tilerank index`"
     assert main(_rerank(model, "--documents", str(file), "--top-k", "2")) == 0
     out, err = capsys.readouterr()
     rows = [line.split("\t") for line in out.splitlines()]

@@ -101,10 +101,21 @@ def test_the_id_depends_on_sources_target_and_compiler(source: Path, monkeypatch
     edited = build.build_id(CPU, source)
     (source / "tests" / "note.txt").write_text("not part of the library")
     assert build.build_id(CPU, source) == edited
-    tools = build._toolchain(False)
+    tools = build.toolchain(False)
     other = build.Toolchain(tools.cmake, tools.ninja, tools.cxx, None, "g++ 99")
-    monkeypatch.setattr(build, "_toolchain", lambda needs_nvcc: other)
+    monkeypatch.setattr(build, "toolchain", lambda needs_nvcc: other)
     assert build.build_id(CPU, source) != edited
+
+
+def test_libraries_beside_an_nvcc_from_a_wheel_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toolkit keeps them in lib64, where nvcc looks; the wheel in lib, where it does not."""
+    monkeypatch.setenv("LIBRARY_PATH", "/elsewhere")
+    nvcc = tmp_path / "bin" / "nvcc"
+    assert build.environment(nvcc)["LIBRARY_PATH"] == "/elsewhere"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart_static.a").touch()
+    assert build.environment(nvcc)["LIBRARY_PATH"] == f"{tmp_path / 'lib'}{os.pathsep}/elsewhere"
+    assert build.environment()["LIBRARY_PATH"] == "/elsewhere"
 
 
 def test_flags_from_the_environment_do_not_reach_the_compilers(
@@ -236,11 +247,11 @@ def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, fold
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_find_program", lambda name: None)
     with pytest.raises(TilerankError, match=r"needs cmake, ninja, c\+\+: `pip install cmake ninja`"):
-        build._toolchain.__wrapped__(False)
+        build.toolchain.__wrapped__(False)
     monkeypatch.setattr(build, "_find_program", lambda name: Path("/bin/true"))
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     with pytest.raises(TilerankError, match=r"needs nvcc: .*CUDA_HOME.*nvidia-cuda-nvcc"):
-        build._toolchain.__wrapped__(True)
+        build.toolchain.__wrapped__(True)
 
 
 def test_nvcc_is_found_in_cuda_home_and_in_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

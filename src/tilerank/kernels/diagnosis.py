@@ -76,7 +76,7 @@ def _sanity(nvcc: Path, capabilities: tuple[int, ...]) -> Check:
             return Check("sanity kernel", False, str(error))
         flags = [flag for arch in archs.split(";") for flag in build.gencode(arch)]
         for command in ([nvcc, "-x", "cu", *flags, "-o", program, source], [program]):
-            answer = subprocess.run(command, capture_output=True, text=True, check=False)
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, env=build.environment(nvcc))
             said = (answer.stdout + answer.stderr).strip()
             if answer.returncode != 0:
                 what = "does not compile" if command[0] == nvcc else "does not run"
