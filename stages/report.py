@@ -8,11 +8,13 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
+from tilerank.report import host_path
+from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
-PAGES = ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/analysis.md")
+PAGES = ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/attention.md", "docs/analysis.md", host_path.PAGE)
 
-PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times")
+PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path")
 """Those that README and docs show."""
 
 LADDER_PLOT = "ladder.csv"
@@ -43,7 +45,12 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        _update_pages(stage, built, report.readme_tables(records, predictions) | doc_tables(rows))
+        tables = report.readme_tables(records, predictions) | doc_tables(rows)
+        tables |= {
+            "roofline": roofline_table(records, tuple(predictions)),
+            host_path.TABLE: host_path.steps_table(records),
+        }
+        _update_pages(stage, built, tables)
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:

@@ -16,6 +16,8 @@ from tilerank.config import load_settings
 ELSEWHERE = {
     "make quickstart": "tests/pipeline/test_quickstart.py",  # through the program that the target calls
     "make test": "tests/pipeline/test_readme.py",  # is what runs this test
+    "make gpu": "tests/unit/test_environment.py",  # through the program that the target calls
+    "bash docs/colab_t4.sh --dry-run": "tests/unit/test_colab.py",  # with programs that stand in for a GPU's
     "make ui": "tests/pipeline/test_browser.py",  # through the program that the target calls
     "dvc plots show": "tests/pipeline/test_readme.py",  # where there are pictures: test_records_are_compared...
     "dvc plots diff": "tests/pipeline/test_readme.py",
@@ -83,6 +85,14 @@ def test_no_page_has_a_command_that_nothing_runs(repository: Path) -> None:
     assert [page for page in pages - run_here if _commands(repository / page)] == []
     walked = [line for line in _commands(repository / "docs/kernels.md") if not line.startswith((*KERNELS, *NOT_HERE))]
     assert walked == WALK
+
+
+def test_experiments_name_a_machine_that_every_reader_has(repository: Path) -> None:
+    """The record's own machine is not: its stages would stop the experiment anywhere else."""
+    experiments = [line for line in _commands(repository) if line.startswith("dvc exp run")]
+    assert len(experiments) >= 2
+    for command in experiments:
+        assert "-S machine=cpu" in command, command
 
 
 def test_programs_run(repository: Path) -> None:

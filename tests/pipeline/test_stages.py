@@ -28,12 +28,15 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
     assert {
         "prepare_data.json",
         "retrieve.json",
+        "index_passages.json",
         "profile_baseline.json",
         "evaluate_quality.json",
         "bench_rerank.json",
         "integrate_hf.json",
         "bench_attention_naive.json",
+        "bench_micro.json",
         "build_kernels_naive.json",
+        "check_kernels_naive.json",
         "summary.json",
     } <= names
     for path in folder.glob("*.json"):
@@ -45,6 +48,7 @@ def test_every_stage_left_its_record_with_provenance(project) -> None:
     assert summary["rerank"]["fp32"]["ms"] > 0
     assert summary["ladder"]["naive"]["timed"] is False
     assert "us" not in summary["ladder"]["naive"], "a GPU kernel is never timed on a CPU"
+    assert summary["checks"]["naive"] == {"available": False, "reason": "no CUDA device is used on this machine"}
     assert summary["quality"]["reranker"]["fp32"]["top10_exact"] == 1.0
     assert (project.root / "reports" / "index.html").stat().st_size > 0
 
@@ -89,6 +93,23 @@ def test_a_what_if_is_kept_apart_and_another_machine_is_refused(project) -> None
     assert refused.stderr.strip().splitlines()[-1].startswith("bench_rerank: this record belongs to h200")
     assert "make quickstart" in refused.stderr
     assert _digests(project.root / "metrics") | _digests(project.root / "data" / "candidates") == before
+
+
+def test_a_few_steps_of_training_run_on_any_machine(project) -> None:
+    """The record's settings name a machine, and the stage stops on any other."""
+    assert "stages.finetune --steps 3 machine=cpu" in project.check("make -n model STEPS=3")
+    assert "stages.finetune \n" in project.check("make -n model"), "all steps: as recorded"
+
+
+def test_a_what_if_says_which_overrides_do_not_reach_its_inputs(project) -> None:
+    refused = project.run("python -m stages.retrieve dataset.queries=2")
+    assert refused.returncode == 1
+    assert "made from params.yaml, and dataset.queries would change them" in refused.stderr
+    assert "`dvc exp run --temp -S dataset.queries=2 retrieve`" in refused.stderr
+    told = project.run("python -m stages.evaluate_quality retrieval=stub workload.queries=1")
+    assert told.returncode == 0, told.stderr
+    assert "the inputs are those that retrieve made from params.yaml, and retrieval.kind would" in told.stderr
+    assert "the inputs are" not in project.run("python -m stages.retrieve retrieval=stub").stderr
 
 
 def test_missing_input_says_which_stage_makes_it(project, tmp_path: Path) -> None:

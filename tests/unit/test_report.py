@@ -24,6 +24,7 @@ from tilerank.report import (
 from tilerank.report.analysis import HEAD_DIM, KEYS_PER_QUERY, analyse, devices_table
 from tilerank.report.counters import counters_of
 from tilerank.report.predictions import predicted_time
+from tilerank.report.roofline import roofline_table
 from tilerank.report.tables import TABLES
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -133,6 +134,14 @@ FULL = {
                 "max_abs_error": 2.2e-6,
             },
             "another": {"us": 2050.0, "speedup_vs_sdpa": 0.62, "max_abs_error": 2.2e-6},
+            "triple": {"us": 905.0, "masked": True, "products": "fp16x3"},
+        },
+        "rungs": {
+            "fp16": {
+                "fused": {"packed_us": 77.7, "padded_us": 88.8, "speedup_vs_best_peer": 1.09, "best_peer": "flash"}
+                | {"max_abs_error": 1e-3, "share_of_floor": 0.325, "scales": {"x8": {"speedup_vs_peer": 1.0301}}}
+                | RUNG
+            }
         },
         "attention": by_precision(
             {
@@ -151,7 +160,7 @@ FULL = {
     },
     "integrate_hf": {
         "drop_in": by_precision({"ms": 20.1, "baseline_ms": 23.8, "speedup": 1.184, "predicted_speedup": 1.201}),
-        "quality": {"drop_in": by_precision(quality(0.7619))},
+        "quality": {"drop_in": by_precision(quality(0.7619)), "drop_in_stub": {"fp32": quality(0.8801)}},
     },
     "bench_rerank": {
         "rerank": by_precision(
@@ -189,6 +198,21 @@ FULL = {
             "reranker": by_precision(quality(0.7625)),
         }
     },
+    "check_kernels_naive": {
+        "checks": {
+            "naive": {
+                "cases": 456,
+                "native_wrong": 0,
+                "sampled_cases": 42,
+                "memcheck_findings": 0,
+                "racecheck_findings": 2,
+                "initcheck_findings": 0,
+                "synccheck_findings": 0,
+                "ptx_75_wrong": 0,
+                "ptx_80_wrong": 3,
+            }
+        }
+    },
     "later": {
         "block": {"fp16": {"us": 101.0, "launches": 1, "unfused_us": 203.0, "unfused_launches": 7}},
         "bert_large": {
@@ -201,7 +225,7 @@ FULL = {
             },
             "1024": {"tokens_per_s": 302000.0},
         },
-        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, **PEER}}},
+        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, "variant": "mma", **PEER}}},
     },
 }
 
@@ -260,7 +284,7 @@ def test_summary_merges_the_contract_sections_and_leaves_lists_and_other_keys_in
     summary = summarise(records)
     assert set(summary) == {spec.name for spec in TABLES if not spec.measured_in}, "nothing that only follows"
     assert set(summary["quality"]) >= {"bm25_ndcg10", "baseline_ndcg10", "drop_in", "reranker"}
-    assert set(summary["ladder"]) == {"naive", "fused", "another", "best_ffma"}
+    assert set(summary["ladder"]) == {"naive", "fused", "another", "triple", "best_ffma"}
     assert summary["workload"]["scifact"]["tokens"] == 18012
     assert "rows" not in summary["workload"]["scifact"].get("histogram", {})
     assert "list" not in {type(value).__name__ for value in leaves(summary)}
@@ -275,6 +299,51 @@ def test_summary_names_the_quickest_masked_rung(records):
     failed = [Record("bench_attention_y", {"ladder": {"y": {"masked": True, "failure": "wrong"}}}, {})]
     assert summarise([*records, *unmasked, *failed])["ladder"]["best_ffma"] == best
     assert "best_ffma" not in summarise([*unmasked, *failed])["ladder"]
+
+
+RUNGS = {
+    "older": {"us": 90.0, "layout": "packed", "best_peer_us": 84.0, "speedup_vs_best_peer_is_noise": True},
+    "newer": {
+        **{"us": 40.0, "layout": "packed", "padded_us": 50.0, "sdpa_us": 240.0, "best_peer": "flex", "floor_us": 20.0},
+        **{"best_peer_us": 84.0, "max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3},
+        "scales": {"x1": {"speedup_vs_peer": 2.4}, "x8": {"speedup_vs_peer": 1.1}, "x40": {"us": 1.0}},
+    },
+    "padded": {"us": 30.0, "layout": "padded"},
+    "wrong": {"layout": "packed", "failure": "error"},
+}
+
+
+def test_summary_names_the_quickest_packed_rung_of_each_precision():
+    half = Record("bench_attention_a", {"rungs": {"fp16": RUNGS, "bf16": {"older": RUNGS["older"]}}}, {})
+    both = {"us": 300.0, "packed_us": 100.0, "layout": "padded", "best_peer_us": 578.0, "masked": True}
+    single = Record("bench_attention_b", {"ladder": {"both": both, "padded": RUNGS["padded"]}}, {})
+    assert summarise([half, single])["attention"] == {
+        "fp16": {
+            **{"variant": "newer", "us": 40.0, "padded_us": 50.0, "best_peer": "flex", "best_peer_us": 84.0},
+            **{"speedup_vs_best_peer": 2.1, "speedup_vs_best_peer_is_noise": False, "speedup_vs_sdpa_masked": 4.8},
+            **{"max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3, "floor_us": 20.0, "share_of_floor": 0.5},
+            "speedup_at_worst_scale": 1.1,
+        },
+        "bf16": {
+            **{
+                "variant": "older",
+                "us": 90.0,
+                "best_peer_us": 84.0,
+                "speedup_vs_best_peer": pytest.approx(0.933, rel=1e-3),
+            },
+            "speedup_vs_best_peer_is_noise": True,
+        },
+        "fp32": {"variant": "both", "us": 100.0, "best_peer_us": 578.0, "speedup_vs_best_peer": 5.78},
+    }
+    assert "attention" not in summarise([Record("c", {"ladder": {"wrong": RUNGS["wrong"]}}, {})])
+
+
+def test_a_rung_on_the_matrix_unit_is_no_ffma_rung():
+    triple = {"us": 82.0, "masked": True, "layout": "packed", "products": "fp16x3"}
+    ffma = {"us": 354.0, "masked": True, "layout": "packed"}
+    summary = summarise([Record("a", {"ladder": {"triple": triple, "ffma": ffma}}, {})])
+    assert summary["ladder"]["best_ffma"]["variant"] == "ffma"
+    assert summary["attention"]["fp32"]["variant"] == "triple"
 
 
 def leaves(value):
@@ -318,6 +387,7 @@ def test_null_is_refused_by_key():
 def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
+    shown["rungs"] |= {"speedup_vs_peer"}  # of each input scale
     shown["ladder"] |= {"masked", "best_peer_us", "block", "shared_bytes", "share_of_floor", "floor_bound"}
     shown["ladder"] |= {*summarise(make_records(FULL))["ladder"]["best_ffma"]}
 
@@ -349,6 +419,25 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
     assert "<sub>bench_rerank: NVIDIA H200, driver 570.1, torch 2.11.0, commit 0123456789, 2026-11-29</sub>" in text
 
 
+def test_checks_are_told_and_one_without_an_answer_says_why():
+    checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert "| naive | 456 | right | right | 3 | 42 | clean | 2 | clean | clean |" in text
+    checks["naive"] = {
+        "cases": 9,
+        "native_wrong": 0,
+        "memcheck_findings": 0,
+        "not_available": {"racecheck": "no permission", "ptx_80": "the variant needs compute capability 9.0"},
+    }
+    checks["reference"] = {"available": False, "reason": "host code"}
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert (
+        "| naive | 9 | right | not available (the variant needs compute capability 9.0) | clean | "
+        "not available (no permission) |" in text
+    )
+    assert "reference" not in text.split("\n\n")[0]
+
+
 def test_records_of_one_origin_are_named_together_and_changed_sources_are_said(records):
     dirty = Record("retrieve", FULL["retrieve"], {"cpu": "Xeon", "commit": "feedfacefeedface", "dirty": True})
     text = readme_tables([*(record for record in records if record.name != "retrieve"), dirty])["quality"]
@@ -362,6 +451,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
     text = readme_tables(records)["quality"]
     assert "| BM25, all queries of the split | 0.6617 | – | – | – | – | 0.8686 |" in text
     assert "| unmodified model, fp32 | 0.7615 |" in text
+    assert "| drop-in-stub fp32 | 0.8801 |" in text
     assert (
         "| reranker bf16 | 0.7625 | -0.0031 | +0.0042 | 0.7412 | 0.8512 | – | 98.5 % | 4 | 1.9e-05 | 0.9993 | 300 |"
         in text
@@ -468,6 +558,47 @@ def test_printed_table_without_records_says_so(capsys):
     assert capsys.readouterr().out == "No figures are recorded here yet.\n"
 
 
+def rung(us, **figures):
+    return {"us": us, "layout": "packed", "precision": "fp16", "floor_us": 20.0, "best_peer_us": 84.0, **figures}
+
+
+ON_THE_MATRIX_UNIT = (
+    Record(
+        "bench_attention_mma",
+        {
+            "ladder": {"mma": rung(112.4, precision="fp32", products="fp16x3", floor_us=45.2)},
+            "rungs": {
+                "fp16": {"mma": rung(60.4, tflops=158.0, floors={"hbm_us": 11.1, "exps_us": 18.2}), "late": rung(40.6)},
+                "bf16": {"mma": {"failure": "wrong"}},
+            },
+        },
+        PROVENANCE,
+    ),
+    Record("bench_attention_ffma", {"ladder": {"ffma": rung(354.1, precision="fp32", floor_us=143.2)}}, PROVENANCE),
+)
+
+
+def test_every_rung_stands_beside_its_floors():
+    table = roofline_table(ON_THE_MATRIX_UNIT, ("ffma", "mma", "late")).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")]
+    assert [row[:3] for row in cells[2:]] == [
+        ["fp32 ffma", "354", "ffma"],
+        ["fp32 mma", "112", "fp16x3"],
+        ["fp16 mma", "60.4", "its dtype"],
+        ["fp16 late", "40.6", "its dtype"],
+    ]
+    assert cells[4][3:6] == ["158", "11.1", "18.2"]
+    assert "bench_attention of 2 variants: NVIDIA H200" in table[-1]
+    assert "stage `bench_attention`" in roofline_table(())
+
+
+def test_rungs_of_other_precisions_have_a_picture():
+    pictures = {picture.name: picture for picture in build_report(ON_THE_MATRIX_UNIT, "h200").pictures}
+    assert pictures["rungs"].description == (
+        "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0"
+    )
+
+
 # --- what follows from the records ------------------------------------------------------------------------------
 
 
@@ -539,7 +670,7 @@ def test_amdahl_accounts_for_every_part(records):
 
 def test_plots_get_the_ladder_with_its_predictions(records):
     assert ladder_csv(records, PREDICTIONS) == (
-        "variant,us,predicted_us\nnaive,28600.0,\nfused,1050.0,1000\nanother,2050.0,\n"
+        "variant,us,predicted_us\nnaive,28600.0,\nfused,1050.0,1000\nanother,2050.0,\ntriple,905.0,\n"
     )
     assert ladder_csv((), PREDICTIONS) == "variant,us,predicted_us\n"
 
@@ -552,7 +683,7 @@ def test_the_same_kernel_fits_a_t4_and_an_h200_differently(records):
 def test_a_kernel_of_another_precision_is_in_the_tables_too():
     half = {"us": 50.0, "precision": "fp16", "layout": "packed", "share_of_floor": 0.6, "floor_bound": "exps"}
     more = {
-        "bench_attention_mma": {"other_precision": {"mma": half}},
+        "bench_attention_mma": {"rungs": {"fp16": {"mma": half}}},
         "profile_kernels_mma": {
             "profile_kernels": {"mma": {"kernels": {"0": {"stalls": {"wait": 1.0}, "dram_throughput_pct": 20.0}}}}
         },

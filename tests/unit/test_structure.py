@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-TOOLS = {"environment", "compose", "pack", "quickstart", "records_check", "show", "ui", "finetune", "import_history"}
+TOOLS = {"environment", "compose", "gpu", "pack", "quickstart", "records_check", "show", "ui", "finetune"}
+TOOLS |= {"import_history"}
 """Modules in stages/ that are programs but no block of dvc.yaml (`finetune` is a side stage)."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tilerank.architectures import H200, T4, Device
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time
-from tilerank.report.records import Record, Summary, lookup, merge
+from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge
 
 HEAD_DIM = 32
 """Of the model and of workload seed: what the comparison of devices counts a score's work for."""
@@ -55,9 +55,9 @@ def analyse(records: Sequence[Record], predictions: Mapping[str, str]) -> dict[s
 
 
 def measurements(records: Sequence[Record]) -> dict[str, Mapping[str, Any]]:
-    """Variant -> what bench_attention measured of it: in the ladder, or at another precision beside it."""
+    """Variant -> what bench_attention measured of it: in the ladder, else at the first precision that it serves."""
     found: dict[str, Mapping[str, Any]] = {}
-    for section in ("other_precision", "ladder"):
+    for section in (*(f"rungs.{precision}" for precision in reversed(PRECISIONS)), "ladder"):
         for record in records:
             found |= lookup(record.values, section) or {}
     return found

@@ -101,6 +101,7 @@ def draw_pictures(summary: Summary, predictions: Mapping[str, str]) -> tuple[Pic
         _stalls(summary, predictions),
         _roofline(summary, predictions),
         _floors(summary),
+        _rungs(summary),
         _predictions(summary),
         _rerank_times(summary),
         _quality_intervals(summary),
@@ -338,6 +339,20 @@ def _floors(summary: Summary) -> Picture | None:
     """Measured attention beside the best peer, and beside the least time that this machine's rates allow."""
     parts = (("best peer", "best_peer_us", PEER), ("tilerank", "us", OURS), ("floor", "floor_us", REST))
     return _bars("floors", "attention", "Attention alone", _bars_of(summary, "attention", parts), "µs", short)
+
+
+def _rungs(summary: Summary) -> Picture | None:
+    """Every rung at the precisions other than fp32, from its first to its last, between best peer and floor."""
+    bars = []
+    for precision, rungs in summary.get("rungs", {}).items():
+        timed = {name: rung for name, rung in rungs.items() if "us" in rung}
+        if timed:
+            quickest = min(timed.values(), key=lambda rung: rung["us"])
+            bars += [(f"{precision} best peer", quickest["best_peer_us"], PEER)] if "best_peer_us" in quickest else []
+            ordered = sorted(timed.items(), key=lambda item: -item[1]["us"])
+            bars += [(f"{precision} {name}", rung["us"], OURS) for name, rung in ordered]
+            bars += [(f"{precision} floor", quickest["floor_us"], REST)] if "floor_us" in quickest else []
+    return _bars("rungs", "rungs", "Attention at other precisions", bars, "µs", short)
 
 
 def _predictions(summary: Summary) -> Picture | None:

@@ -15,12 +15,17 @@ SUMMARY_FILE = "summary.json"
 _LONGEST_NAME = 40
 
 SECTIONS = (
-    *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "block", "bert_large", "micro"),
+    *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
+    *("quality", "memory", "checks", "block", "bert_large", "micro"),
 )
-"""The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
+"""The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
 
-PER_VARIANT = ("bench_attention_", "build_kernels_", "profile_kernels_")
+`ladder` is fp32; `rungs.<precision>.<variant>` says the same of the other precisions."""
+
+DERIVED = {"attention": ("ladder", "rungs")}
+"""Section that `merge` adds -> the recorded ones that it is taken from."""
+
+PER_VARIANT = ("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_")
 """What the names of records begin with that belong to one variant."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -75,8 +80,8 @@ def _unreadable(where: str, error: Exception) -> TilerankError:
 def merge(records: Sequence[Record]) -> dict[str, Any]:
     """The summary contract's sections of all records in one mapping.
 
-    ``ladder.best_ffma`` is added: the quickest masked fp32 rung that passed its checks. No variant uses tensor cores
-    for fp32 so far; one that does must be left out of it.
+    Two things are added: ``ladder.best_ffma``, the quickest masked fp32 rung that passed its checks and does not use
+    the matrix unit, and ``attention.<precision>``, the quickest packed rung of all.
 
     Raises `TilerankError` when two records disagree about a key, or one holds a null.
     """
@@ -86,6 +91,10 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
         for section in SECTIONS:
             if section in record.values:
                 _add(merged, section, record.values[section], section, record.name, writers)
+    for precision, rungs in {"fp32": merged.get("ladder", {}), **merged.get("rungs", {})}.items():
+        quickest = _quickest_packed(rungs)
+        if quickest:
+            merged.setdefault("attention", {})[precision] = quickest
     best = _best_rung(merged.get("ladder", {}))
     if best:
         merged["ladder"]["best_ffma"] = best
@@ -99,7 +108,11 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
-    masked = {name: rung for name, rung in ladder.items() if rung.get("masked") and "us" in rung}
+    masked = {
+        name: rung
+        for name, rung in ladder.items()
+        if rung.get("masked") and "us" in rung and rung.get("products", "ffma") == "ffma"
+    }
     if not masked:
         return {}
     name = min(masked, key=lambda name: masked[name]["us"])
@@ -107,6 +120,35 @@ def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"us": "us", "speedup_vs_sdpa": "speedup_vs_sdpa", "speedup_vs_best_peer": "speedup_vs_best_fp32_peer"}
     renamed["max_abs_error"] = "max_abs_error"
     return {"variant": name, **{new: rung[old] for old, new in renamed.items() if old in rung}}
+
+
+def _packed_us(rung: Mapping[str, Any]) -> float | None:
+    """Time of the packed input, None where it was not taken."""
+    return rung.get("us") if rung.get("layout") == "packed" else rung.get("packed_us")
+
+
+def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``attention.<precision>``: the rung with the least packed time, beside the best peer on the same data, and its
+    padded time beside SDPA with a boolean mask, which takes padded input too."""
+    packed = {name: us for name, rung in rungs.items() if (us := _packed_us(rung)) is not None}
+    if not packed:
+        return {}
+    name = min(packed, key=lambda name: packed[name])
+    rung, us = rungs[name], packed[name]
+    same = ("padded_us", "best_peer", "best_peer_us", "max_abs_error", "sdpa_max_abs_error", "floor_us")
+    found = {"variant": name, "us": us, **{key: rung[key] for key in same if key in rung}}
+    if "best_peer_us" in rung:
+        found["speedup_vs_best_peer"] = rung["best_peer_us"] / us
+        if rung["layout"] == "packed":  # a ratio of this very time
+            found["speedup_vs_best_peer_is_noise"] = rung.get("speedup_vs_best_peer_is_noise", False)
+    if "sdpa_us" in rung and "padded_us" in rung:
+        found["speedup_vs_sdpa_masked"] = rung["sdpa_us"] / rung["padded_us"]
+    at_scales = [each["speedup_vs_peer"] for each in rung.get("scales", {}).values() if "speedup_vs_peer" in each]
+    if at_scales:
+        found["speedup_at_worst_scale"] = min(at_scales)
+    if "floor_us" in rung:
+        found["share_of_floor"] = rung["floor_us"] / us
+    return found
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,5 +194,6 @@ def lookup(summary: Mapping[str, Any], dotted: str) -> Any:
 
 
 def sources(records: Sequence[Record], section: str) -> tuple[Record, ...]:
-    """The records that hold something of ``section`` (a dotted key)."""
-    return tuple(record for record in records if lookup(record.values, section) is not None)
+    """The records that hold something of ``section`` (a dotted key), or of what it is derived from."""
+    sections = (section, *DERIVED.get(section, ()))
+    return tuple(record for record in records if any(lookup(record.values, each) is not None for each in sections))

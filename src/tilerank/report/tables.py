@@ -67,6 +67,16 @@ def ladder_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tup
     return keyed({name: values for name, values in section.items() if name != "best_ffma"}, order)
 
 
+def rung_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for each precision and variant, in ladder order; what the input scales did to it joins its figures."""
+
+    def flat(rung: Mapping[str, Any]) -> dict[str, Any]:
+        scales = rung.get("scales", {}).items()
+        return {**rung, **{f"{name}_{key}": value for name, figures in scales for key, value in figures.items()}}
+
+    return [(label, flat(rung)) for label, rung in keyed_twice(section, order)]
+
+
 def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """The first stage on all its queries, the unmodified model, then every scorer at every precision."""
     first_stage = {"ndcg10": "bm25_ndcg10", "recall50": "bm25_recall50"}
@@ -81,6 +91,17 @@ def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tu
         *((label, {column: section[key] for column, key in keys.items() if key in section}) for label, keys in fixed),
         *keyed_twice(section, order),
     ]
+
+
+def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The variants; a check without an answer says why in its cell."""
+
+    def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        reasons = values.get("not_available", {})
+        keys = {column.key.rpartition("_")[0]: column.key for column in CHECK_COLUMNS}
+        return {**values, **{keys[check]: f"not available ({reason})" for check, reason in reasons.items()}}
+
+    return [(label, told(values)) for label, values in keyed(section, order)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +173,16 @@ def error(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def found(value: int | str) -> str:
+    """How many findings of a tool, or why it was not asked."""
+    return "clean" if value == 0 else str(value)
+
+
+def wrong(value: int | str) -> str:
+    """How many wrong results, or why there are none."""
+    return "right" if value == 0 else str(value)
+
+
 def text(value: Any) -> str:
     """A name, as recorded."""
     return str(value)
@@ -174,6 +205,18 @@ QUALITY_COLUMNS = (
     Column("largest logit difference", "max_abs_logit_diff", error),
     Column("Kendall's tau", "kendall_tau", measure),
     Column("queries", "queries", count),
+)
+
+CHECK_COLUMNS = (
+    Column("cases", "cases", count),
+    Column("own code", "native_wrong", wrong),
+    Column("compute_75 PTX", "ptx_75_wrong", wrong),
+    Column("compute_80 PTX", "ptx_80_wrong", wrong),
+    Column("sampled cases", "sampled_cases", count),
+    Column("memcheck", "memcheck_findings", found),
+    Column("racecheck", "racecheck_findings", found),
+    Column("initcheck", "initcheck_findings", found),
+    Column("synccheck", "synccheck_findings", found),
 )
 
 TABLES = (
@@ -244,6 +287,7 @@ TABLES = (
         (
             Column("µs", "us", short),
             Column("unmasked, µs", "unmasked_us", short),
+            Column("products", "products", text),
             Column("against the rung before", "gain_over_rung_before", ratio),
             Column("against SDPA", "speedup_vs_sdpa", ratio),
             Column("against the best fp32 peer", "speedup_vs_best_peer", ratio),
@@ -259,6 +303,31 @@ TABLES = (
         "Medians, cold L2; masked where the variant masks, else the whole padded batch; errors against float64. "
         "Speed-ups are SDPA's time / the variant's.",
         entries=ladder_entries,
+    ),
+    TableSpec(
+        "rungs",
+        "The ladder at other precisions (workload seed)",
+        "bench_attention",
+        "precision and variant",
+        (
+            Column("packed, µs", "packed_us", short),
+            Column("padded, µs", "padded_us", short),
+            Column("unmasked, µs", "unmasked_us", short),
+            Column("against the best peer", "speedup_vs_best_peer", ratio),
+            Column("which is", "best_peer", text),
+            Column("inputs x1, against packed", "x1_speedup_vs_peer", ratio),
+            Column("x8", "x8_speedup_vs_peer", ratio),
+            Column("x40", "x40_speedup_vs_peer", ratio),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
+            Column("share of the floor", "share_of_floor", share),
+            Column("registers", "registers", count),
+            Column("spilled bytes", "spill_bytes", count),
+            Column("occupancy", "occupancy", share),
+        ),
+        "Medians, cold L2, padding left out; unmasked: the whole padded batch. Under x1, x8 and x40 all inputs are "
+        "multiplied by that, and packed stands for torch's own packed kernel on the same data.",
+        entries=rung_entries,
     ),
     TableSpec(
         "predicted",
@@ -328,12 +397,15 @@ TABLES = (
             Column("best peer, µs", "best_peer_us", short),
             Column("against it", "speedup_vs_best_peer", ratio),
             Column("against SDPA, masked", "speedup_vs_sdpa_masked", ratio),
+            Column("at its worst input scale", "speedup_at_worst_scale", ratio),
             Column("largest error", "max_abs_error", error),
             Column("SDPA's", "sdpa_max_abs_error", error),
             Column("floor, µs", "floor_us", short),
             Column("share of the floor", "share_of_floor", share),
         ),
-        "The floor is the largest of bytes, exponentials and products over the rates measured on this machine.",
+        "The floor is the largest of bytes, exponentials and products over the rates measured on this machine. SDPA, "
+        "masked, takes padded input and is compared with the padded time. At its worst input scale: the least speed-up "
+        "over torch's packed kernel (FlashAttention-2 at 16 bit), of the scales of the inputs that were tried.",
     ),
     TableSpec(
         "drop_in",
@@ -385,7 +457,8 @@ TABLES = (
         QUALITY_COLUMNS,
         "The difference is the 95 % bootstrap interval of nDCG@10 against the unmodified fp32 model, paired over "
         "queries. Top ten equal: the share of queries with the unmodified model's ordered top ten, neighbours that "
-        "numerical noise can exchange counted as ties.",
+        "numerical noise can exchange counted as ties. Scorers called stub rank the stub's candidates, the relevant "
+        "documents among random others, and are compared with the unmodified model on these.",
         facts=(
             Column("Queries with candidates", "queries_with_results", count),
             Column("judged documents missing from the corpus", "missing_documents", count),
@@ -399,6 +472,16 @@ TABLES = (
         "bench_rerank",
         "precision",
         (Column("MB", "peak_mb", short), Column("unmodified, MB", "baseline_peak_mb", short)),
+    ),
+    TableSpec(
+        "checks",
+        "Checked on the GPU",
+        "check_kernels",
+        "variant",
+        CHECK_COLUMNS,
+        "Every case is compared with the reference, from the GPU's own code and from PTX for older GPUs, and a sample "
+        "under each tool of compute-sanitizer; a number counts what was found or wrong.",
+        entries=check_entries,
     ),
     TableSpec(
         "block",
@@ -431,11 +514,17 @@ TABLES = (
         "bench_micro",
         "case",
         (
+            Column("variant", "variant", text),
             Column("µs", "us", short),
             Column("best peer", "best_peer", text),
             Column("best peer, µs", "best_peer_us", short),
+            Column("against it", "speedup_vs_best_peer", ratio),
             Column("eager, µs", "eager_us", short),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
         ),
+        "Queries x head dim, batch 4, 16 heads, no mask unless the case says causal. kv: heads of keys and values; "
+        "keys: their number where it is not the queries'. Eager is attention in plain operators.",
         entries=keyed_twice,
     ),
 )

@@ -48,9 +48,17 @@ def _serves(row: Row) -> tuple[str, ...]:
         ", ".join(row.layouts),
         ", ".join(row.masks) or "none",
         "any" if row.max_k_len is None else f"up to {_size(row.max_k_len)}",
-        "CPU" if row.device == "cpu" else f"sm_{row.min_sm}",
+        "CPU" if row.device == "cpu" else _architectures(row),
         "by name" if not row.auto else str(row.rung if row.preference is None else row.preference),
     )
+
+
+def _architectures(row: Row) -> str:
+    """``sm_75``, ``sm_75 (bf16 from sm_80)``, ``sm_90 only``."""
+    if row.max_sm is not None:
+        return f"sm_{row.min_sm} only" if row.max_sm == row.min_sm else f"sm_{row.min_sm} to sm_{row.max_sm}"
+    later = ", ".join(f"{dtype} from sm_{sm}" for dtype, sm in row.dtype_min_sm.items())
+    return f"sm_{row.min_sm}" + (f" ({later})" if later else "")
 
 
 def _predicts(row: Row) -> tuple[str, ...]:
