@@ -20,9 +20,9 @@ from tilerank.models import ModelDescription
 from tilerank.packing import PackedBatch
 from tilerank.tokenization import Tokens
 
-BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens that a packed batch is filled up to, before its last sequence: on a CPU what the caches hold, on a GPU enough
-to keep it busy while activations stay small."""
+BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Tokens that a packed batch is filled up to, before its last sequence: on a CPU what the caches hold and threads are
+worth waking for, on a GPU enough to keep it busy while activations stay small."""
 
 _PACKED_FAMILIES = {"bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"}
 """Model types whose encoder is ``encoder.layer[i].attention.{self,output}``, whose positions are a table, and whose

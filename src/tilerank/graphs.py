@@ -110,7 +110,8 @@ class GraphCache:
             self._body(parts, self._longest)
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # On the same stream: a matrix product's workspace belongs to a stream, and one is enough.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             result = self._body(parts, self._longest)
         self._captures += 1
         return _Graph(graph, result)

@@ -137,13 +137,13 @@ def _torch_part(device: torch.device, dtype: torch.dtype, head_dim: int, reason:
 
 def _by_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale):
     """SDPA for one sequence after another: on a CPU its blocks are what fits the caches anyway."""
-    out = torch.empty_like(q)
-    starts = zip(bounds_q.tolist(), bounds_q.tolist()[1:], bounds_k.tolist(), bounds_k.tolist()[1:], strict=False)
-    for q_start, q_end, k_start, k_end in starts:
+    ends_q, ends_k = bounds_q.tolist(), bounds_k.tolist()
+    parts = []
+    for q_start, q_end, k_start, k_end in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True):
         heads = (x.transpose(0, 1)[None] for x in (q[q_start:q_end], k[k_start:k_end], v[k_start:k_end]))
         found = torch.nn.functional.scaled_dot_product_attention(*heads, scale=scale)
-        out[q_start:q_end] = found[0].transpose(0, 1)
-    return out
+        parts.append(found[0].transpose(0, 1))
+    return torch.cat(parts)
 
 
 def _flash(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale):

@@ -30,10 +30,12 @@ from tilerank.tokenization import Tokens, load_tokenizer
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Precision -> dtype of the weights. tf32 lets fp32 products run on TF32 tensor cores; elsewhere it equals fp32."""
 
-_CHUNK = 1024  # pairs in flight at a time: bounds memory, long enough that sorting by length pays
+_CHUNK = 4096  # pairs in memory as tokens at a time: bounds it, long enough that sorting by length pays
+_PIECE = 1024  # pairs tokenised at a time for a GPU, which works on them while the host tokenises the next
+_SMALLEST_SPLIT = 24  # pairs below which a second round of launches costs more than it hides
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-Report = Callable[[float], None]  # told the share of a chunk that is done
+Report = Callable[[float], None]  # told how many pairs of a chunk are done
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,15 +258,14 @@ class Reranker:
             for start in range(0, len(checked), _CHUNK):
                 chunk = checked[start : start + _CHUNK]
 
-                def report(share: float, start: int = start, pairs: int = len(chunk)) -> None:
-                    bar.update(start + round(share * pairs) - bar.n)
+                def report(done: float, start: int = start) -> None:
+                    bar.update(start + round(done) - bar.n)
 
-                scores, truncated = self._score_chunk(chunk, batch_size, report)
+                scores, truncated = self._score_chunk(chunk, self._pieces(len(chunk)), batch_size, report)
                 cut.append(truncated)
-                # A device works on this chunk while the host waits for the one before it, and tokenises the next.
                 if fetch is not None:
                     found.append(fetch())
-                fetch = scores
+                fetch = scores  # fetched after the next chunk has been handed to the device
             if fetch is not None:
                 found.append(fetch())
             raw = np.concatenate(found)
@@ -282,7 +283,7 @@ class Reranker:
         """Logits or cosines of pairs that are in memory together; ``mark`` is called when their ids are there, when the
         batches are on the device, when the model has been called on all, and when the scores are on the host."""
         with _arithmetic(self.precision, self.device):
-            fetch, _ = self._score_chunk(pairs, None, lambda share: None, mark)
+            fetch, _ = self._score_chunk(pairs, [len(pairs)], None, lambda done: None, mark)
             scores = fetch()
             mark()
         return scores
@@ -300,9 +301,20 @@ class Reranker:
 
         return run
 
+    def _pieces(self, pairs: int) -> list[int]:
+        """How many pairs of a chunk to tokenise at a time. On a GPU the last piece is the smaller one: it is what the
+        host waits for in the end."""
+        if self.device.type == "cpu" or pairs < _SMALLEST_SPLIT:
+            return [pairs]
+        whole, rest = divmod(pairs, _PIECE)
+        pieces = [_PIECE] * whole + [rest] * (rest > 0)
+        last = pieces.pop()
+        return [*pieces, last] if last < _SMALLEST_SPLIT else [*pieces, last - last // 3, last // 3]
+
     def _score_chunk(
         self,
         pairs: Sequence[tuple[str, str]],
+        pieces: Sequence[int],
         batch_size: int | None,
         report: Report,
         mark: Callable[[], None] | None = None,
@@ -310,32 +322,42 @@ class Reranker:
         """A function that waits for the logits or cosines of ``pairs``, and which passages were cut.
 
         Each distinct sequence is computed once, so that doubles tie exactly (in a batch they would differ by float
-        noise). ``mark`` is as in `score_in_steps`; one that is given keeps all batches on the device at once.
+        noise). ``mark`` is as in `score_in_steps`; one that is given keeps a piece's batches on the device at once.
         """
-        queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
-        is_pair = self.kind == "cross-encoder"
-        tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
         step = mark or (lambda: None)
+        is_pair = self.kind == "cross-encoder"
+        seen: dict[bytes, int] = {}
+        parts, order, places, cut = [], [], [], []
+        start = 0
+        for size in pieces:
+            queries, passages = zip(*pairs[start : start + size], strict=True)
+            tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
+            step()
+            known = len(seen)
+            distinct, inverse = tokens.distinct(seen)
+            plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
+            batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
+            if mark is not None:
+                batches = list(batches)
+            step()
+            done = 0
+            for rows, batch in zip(plan, batches, strict=True):
+                parts.append(self.encoder.forward(batch))
+                order.append(rows + known)
+                done += len(rows)
+                report(start + size * done / len(distinct))
+            places.append(inverse.reshape(-1, size))  # of a bi-encoder: its queries, then its passages
+            cut.append(tokens.truncated[-size:])
+            start += size
+        found = torch.cat(parts)
+        where = np.argsort(np.concatenate(order), kind="stable")[np.concatenate(places, axis=1)]
         step()
-        distinct, inverse = tokens.distinct()
-        plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
-        batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
-        if mark is not None:
-            batches = list(batches)
-        step()
-        parts, done = [], 0
-        for indices, batch in zip(plan, batches, strict=True):
-            parts.append(self.encoder.forward(batch))
-            done += len(indices)
-            report(done / len(distinct))
-        found, places = torch.cat(parts), np.argsort(np.concatenate(plan), kind="stable")[inverse]
-        step()
+        truncated = np.concatenate(cut)
         if is_pair:
             fetch = _fetched_later(found)
-            return lambda: fetch()[places], tokens.truncated
-        vectors = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(places), self.device)]
-        cosines = (vectors[: len(queries)] * vectors[len(queries) :]).sum(-1)
-        return _fetched_later(cosines), tokens.truncated[len(queries) :]
+            return lambda: fetch()[where[0]], truncated
+        first, second = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(where), self.device)]
+        return _fetched_later((first * second).sum(-1)), truncated
 
 
 def _pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:

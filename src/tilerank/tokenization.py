@@ -41,15 +41,19 @@ class Tokens:
     lengths: np.ndarray  # [n] int64, special tokens included
     truncated: np.ndarray  # [n] bool: the passage (of a pair) or the text lost tokens
 
-    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first row of each distinct sequence, and for every sequence its place among these, ``[n]``."""
+    def distinct(self, seen: dict[bytes, int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The first row of each distinct sequence, and for every sequence its place among these, ``[n]``.
+
+        ``seen`` has the places of sequences of earlier calls, which are not distinct any more, and gets the new ones:
+        places go on counting.
+        """
         ends = np.cumsum(self.lengths)
-        places: dict[bytes, int] = {}
+        places = {} if seen is None else seen
         rows, inverse = [], []
-        for row, (end, length) in enumerate(zip(ends, self.lengths, strict=True)):
+        for row, (end, length) in enumerate(zip(ends.tolist(), self.lengths.tolist(), strict=True)):
             key = self.ids[end - length : end].tobytes() + self.type_ids[end - length : end].tobytes()
             if key not in places:
-                places[key] = len(rows)
+                places[key] = len(places)
                 rows.append(row)
             inverse.append(places[key])
         return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)

@@ -159,9 +159,9 @@ def test_steps_of_the_host_path(model: tuple[Path, str], tmp_path: Path):
 
 def test_a_wrong_step_has_no_time(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
     setup = setup_of(model)
-    right = rerank._score
+    right = rerank.score
     monkeypatch.setattr(
-        rerank, "_score", lambda ours, call: right(ours, call) + (0.1 if ours.host_path.name == "packed" else 0)
+        rerank, "score", lambda ours, call: right(ours, call) + (0.1 if ours.host_path.name == "packed" else 0)
     )
     steps = rerank.bench_steps(
         setup, "fp32", [Call(QUERY, PASSAGES)], rerank.reference_scores(setup, [Call(QUERY, PASSAGES)]), 1
@@ -209,8 +209,8 @@ def test_a_wrong_reranker_has_no_time(model: tuple[Path, str], monkeypatch: pyte
     setup = setup_of(model)
     calls = (Call(QUERY, PASSAGES),)
     reference = rerank.reference_scores(setup, calls)
-    right = rerank._score
-    monkeypatch.setattr(rerank, "_score", lambda ours, call: right(ours, call)[::-1])
+    right = rerank.score
+    monkeypatch.setattr(rerank, "score", lambda ours, call: right(ours, call)[::-1])
     record = rerank.bench_precision(setup, "fp32", calls, reference, rounds=2)
     assert "above" in record["failures"][OURS]
     assert not {"ms", "p90_ms", "speedup_vs_tuned_peer"} & set(record)

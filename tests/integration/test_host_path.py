@@ -153,6 +153,29 @@ def test_rank_many_works_through_more_pairs_than_it_holds(folder: Path, monkeypa
     assert held == [5, 5, 5, 5, 3]
 
 
+def test_a_chunk_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU gets it: doubles in different pieces still tie exactly, and what is cut is told in order."""
+    ours = Reranker(folder, device="cpu", max_length=64)
+    texts = [*passages(9), *passages(9)[::-1], "bone " * 99, "bone"]
+    pairs = [(QUERY, text) for text in texts]
+    expected = ours.score(pairs)
+    monkeypatch.setattr(ours, "_pieces", lambda count: [9, 9, 1, count - 19])
+    found = ours.score(pairs)
+    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(found.logits[:9], found.logits[9:18][::-1])
+    np.testing.assert_array_equal(found.truncated, expected.truncated)
+    assert found.truncated[18]
+
+
+def test_pieces_for_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Reranker(folder, device="cpu", max_length=64)
+    assert [ours._pieces(count) for count in (1, 50, 4096)] == [[1], [50], [4096]]
+    monkeypatch.setattr(ours, "device", torch.device("cuda"))
+    assert [ours._pieces(count) for count in (23, 50, 1024)] == [[23], [34, 16], [683, 341]]
+    assert ours._pieces(2058) == [1024, 1024, 10]
+    assert sum(ours._pieces(4096)) == 4096
+
+
 def test_rank_many_refuses_what_rank_refuses(folder: Path) -> None:
     ours = Reranker(folder, device="cpu", max_length=64)
     with pytest.raises(ValueError, match="there are 2 queries and 1 lists of candidates"):

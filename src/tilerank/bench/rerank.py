@@ -90,10 +90,11 @@ def calls_of(task: Task) -> tuple[Call, ...]:
 
 def reference_scores(setup: RerankSetup, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
     """The unmodified model's logits (cosines) in float64, one array ``[passages]`` a call."""
-    return _score_all(setup, "fp64", calls)
+    return score_all(setup, "fp64", calls)
 
 
-def _score_all(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
+def score_all(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
+    """The unmodified model's logits (cosines) at ``precision``, one array ``[passages]`` a call."""
     scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
     bar = tqdm(calls, desc=f"unmodified {precision}", unit="query", disable=None)
     return tuple(scorer.score(call.query, call.passages) for call in bar)
@@ -109,20 +110,18 @@ def bench_precision(
     """
     tolerances = _tolerances(setup, precision, calls, reference)
     reranker = make_reranker(setup, precision)
-    systems: dict[str, System] = {OURS: partial(_score, reranker)}
+    systems: dict[str, System] = {OURS: partial(score, reranker)}
     if setup.token_cache is not None:
-        systems[CACHED] = partial(_score, make_reranker(setup, precision, token_cache=setup.token_cache))
+        systems[CACHED] = partial(score, make_reranker(setup, precision, token_cache=setup.token_cache))
     sizes: dict[str, int] = {}
-    for name, peer in _peers(setup, precision).items():
+    for name, peer in peers(setup, precision).items():
         repetitions = 5 if setup.device == "cuda" else 1
         sizes[name] = _best_batch_size(name, peer, calls[0], BATCH_SIZES[setup.device], repetitions)
         systems[name] = partial(peer, batch_size=sizes[name])
     clock = WallClock(setup.device)
     rows: dict[str, list[Row]] = {name: [] for name in systems}
     for number, (call, exact, tolerance) in enumerate(zip(calls, reference, tolerances, strict=True), start=1):
-        cases = [
-            Case(name, partial(system, call), _error_against(exact), tolerance) for name, system in systems.items()
-        ]
+        cases = [Case(name, partial(system, call), error_against(exact), tolerance) for name, system in systems.items()]
         description = f"rerank {precision}, query {number} of {len(calls)}"
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
         for row in measure(cases, clock, warmup=0, rounds=rounds, description=description):
@@ -141,7 +140,7 @@ def _tolerances(
     setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray]
 ) -> list[float]:
     """How far a score of each call may be from float64's: see `ERROR_FLOORS`."""
-    unmodified = _score_all(setup, precision, calls)
+    unmodified = score_all(setup, precision, calls)
     return [
         max(2 * float(np.abs(scores - exact).max()), ERROR_FLOORS[precision])
         for scores, exact in zip(unmodified, reference, strict=True)
@@ -161,12 +160,14 @@ def make_reranker(setup: RerankSetup, precision: str, host_path: str | None = No
     )
 
 
-def _score(reranker: Reranker, call: Call) -> np.ndarray:
+def score(reranker: Reranker, call: Call) -> np.ndarray:
+    """Logits or cosines ``[passages]`` as a caller gets scores: all checks, no activation."""
     pairs = [(call.query, passage) for passage in call.passages]
     return reranker.predict(pairs, activation_fn=torch.nn.Identity())
 
 
-def _peers(setup: RerankSetup, precision: str) -> dict[str, Peer]:
+def peers(setup: RerankSetup, precision: str) -> dict[str, Peer]:
+    """What people use today, by name."""
     arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length)
     return {
         CROSS_ENCODER: _peer(SentenceTransformersScorer(*arguments)),
@@ -182,7 +183,8 @@ def _peer(scorer: SentenceTransformersScorer | TunedScorer) -> Peer:
     return score
 
 
-def _error_against(exact: np.ndarray) -> Callable[[np.ndarray], float]:
+def error_against(exact: np.ndarray) -> Callable[[np.ndarray], float]:
+    """The largest absolute difference of scores from ``exact``."""
     return lambda scores: float(np.abs(np.asarray(scores, dtype=np.float64) - exact).max())
 
 
@@ -263,7 +265,7 @@ def bench_steps(
     phases: dict[str, list[Mapping[str, float]]] = {name: [] for name in rerankers}
     for call, exact, tolerance in zip(calls, reference, tolerances, strict=False):
         cases = [
-            Case(name, partial(_score, reranker, call), _error_against(exact), tolerance)
+            Case(name, partial(score, reranker, call), error_against(exact), tolerance)
             for name, reranker in rerankers.items()
         ]
         clock = WallClock(setup.device)
@@ -337,7 +339,7 @@ def memory_record(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> 
     call = max(calls, key=lambda one: sum(map(len, one.passages)))
 
     def ours() -> Callable[[], Any]:
-        return partial(_score, make_reranker(setup, precision), call)
+        return partial(score, make_reranker(setup, precision), call)
 
     def unmodified() -> Callable[[], Any]:
         scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
