@@ -38,8 +38,8 @@ repro: env ## Reproduce the record of params.yaml on this machine (dvc repro)
 gpu: env ## Record this machine's GPU beside the committed record (OVERRIDES="model=ms_marco")
 	@$(RUN) -m stages.gpu $(OVERRIDES)
 
-model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
-	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))
+model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n tries n steps on the CPU)
+	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS) machine=cpu)
 
 ui: env ## Open MLflow on every step and on the latest two runs (http://127.0.0.1:5000)
 	@$(RUN) -m stages.ui
@@ -60,4 +60,4 @@ doctor: env ## Check compiler, GPU and library with a sanity kernel
 	@$(RUN) -m tilerank.cli doctor
 
 clean: ## Remove what was built and the pipeline's data (not the records)
-	rm -rf build dist data reports mlartifacts mlflow.db*
+	rm -rf build dist data reports dvc_plots mlartifacts mlflow.db*

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,12 +19,13 @@ from typing import Any
 
 from tilerank import tracking
 from tilerank.errors import TilerankError
-from tilerank.moments import Commit, Moment, read_moments
+from tilerank.moments import Commit, Moment, is_shallow, read_moments
 from tilerank.report import Record
+from tilerank.report.analysis import measurements, rungs_before
 from tilerank.report.counters import counters_of
 from tilerank.report.predictions import predicted_time, timed_case
 from tilerank.report.records import lookup, merge
-from tilerank.report.tables import commit_text, headline, keyed, measure, ratio, share, short, signed
+from tilerank.report.tables import commit_text, headline, measure, ratio, share, short, signed
 
 FORMAT = 1
 """Raised when the same history is to become other runs: those of the older format are then replaced."""
@@ -70,7 +71,7 @@ class Imported:
     added: int
     kept: int
     removed: int
-    skipped: tuple[str, ...]  # why commits' records that do not add up were left out
+    skipped: tuple[str, ...]  # what was left out: older history, records that do not add up
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,11 @@ def read_history(root: Path) -> History:
                 first.setdefault(key, moment)
                 latest[key] = moment
     steps: list[Step] = []
-    skipped = []
+    skipped = ["what is older than this shallow clone (`git fetch --unshallow`)"] if is_shallow(root) else []
     for key, moment in latest.items():
         try:
-            steps += _rung_steps(moment, key[1], first[key].commit)
+            step = _rung_step(moment, key[1], first[key].commit)
+            steps += [] if step is None else [step]
         except TilerankError as error:
             skipped.append(f"{moment.commit.id[:10]}, {key[1]}: {error}")
     previous: dict[str, Moment] = {}
@@ -142,10 +144,12 @@ def _bring_in_line(root: Path, history: History) -> Imported:
     wanted: dict[str, list[Step]] = {}
     for step in history.steps:
         wanted.setdefault(experiment_name(step.workload), []).append(step)
+    for workload in _imported_workloads(client):
+        wanted.setdefault(experiment_name(workload), [])  # history may have lost it
     added = kept = removed = 0
     for name, group in wanted.items():
         experiment_id = tracking.ensure_experiment(client, root, name)
-        note = _workload_note(group)
+        note = _workload_note(group) if group else ""
         if client.get_experiment(experiment_id).tags.get(_NOTE) != note:
             client.set_experiment_tag(experiment_id, _NOTE, note)
         present = {}
@@ -165,17 +169,13 @@ def _bring_in_line(root: Path, history: History) -> Imported:
             else:
                 _write(client, experiment_id, step, digest)
                 added += 1
-    return Imported(tuple(wanted), added, kept, removed, history.skipped)
+    return Imported(tuple(name for name, group in wanted.items() if group), added, kept, removed, history.skipped)
 
 
 def pages(root: Path) -> dict[str, str]:
     """What was imported: label -> address of its charts below the UI's, the ladder first and in its order."""
     client = tracking.open_client(root)
-    prefix = experiment_name("")
-    found = {
-        experiment.name.removeprefix(prefix): experiment.experiment_id
-        for experiment in client.search_experiments(filter_string=f"name LIKE '{prefix}%'")
-    }
+    found = _imported_workloads(client)
     view = f"{tracking.UI_VIEW}&compareRunsMode=CHART"
     orders = {LADDER_WORKLOAD: "metrics.%60ladder%2Frung%60&orderByAsc=true"}
     return {
@@ -185,6 +185,13 @@ def pages(root: Path) -> dict[str, str]:
         )
         for workload in sorted(found, key=lambda workload: (workload != LADDER_WORKLOAD, workload))
     }
+
+
+def _imported_workloads(client: Any) -> dict[str, str]:
+    """Workload -> id of its experiment."""
+    prefix = experiment_name("")
+    found = client.search_experiments(filter_string=f"name LIKE '{prefix}%'")
+    return {experiment.name.removeprefix(prefix): experiment.experiment_id for experiment in found}
 
 
 def experiment_name(workload: str) -> str:
@@ -218,69 +225,49 @@ def _write(client: Any, experiment_id: str, step: Step, digest: str) -> None:
 # --- steps of the ladder ---------------------------------------------------------------------------------------
 
 
-def _rung_steps(moment: Moment, variant: str, recorded_in: Commit) -> Iterator[Step]:
-    """One for each precision that the record has figures of."""
+def _rung_step(moment: Moment, variant: str, recorded_in: Commit) -> Step | None:
+    """The variant's step; None when its record has no figures of it."""
     record = moment.record(f"bench_attention_{variant}")
-    assert record is not None
-    row = moment.variants.get(variant, {})
-    for values in _measurements(record, variant):
-        precision = values.get("precision", "fp32")
-        before = _rung_before(moment, variant, precision)
-        resources, ladder = {}, {}
-        for key, value in values.items():
-            if _is_number(value):
-                (resources if key in _RESOURCES else ladder)[key] = float(value)
-        if "rung" in row:
-            ladder["rung"] = float(row["rung"])
-        if before is not None and "us" in values:
-            ladder["gain_over_rung_before"] = before[1]["us"] / values["us"]
-        predicted = predicted_time(row.get("prediction", ""), values)
-        if predicted is not None:
-            ladder |= {"predicted_us": predicted.us, "measured_over_predicted": predicted.measured / predicted.us}
-        ranking = _ranking_with(moment, variant, precision)
-        counters = counters_of(moment.records).get(variant)
-        grouped = {
-            "ladder": ladder,
-            "resources": resources,
-            "ranking": {key: float(value) for key, value in ranking.items() if _is_number(value)},
-            "stall": counters.stalls if counters is not None else {},
-            "ncu": counters.figures if counters is not None else {},
-        }
-        params = {"variant": variant, "precision": precision, "timed": timed_case(values)}
-        named = {key: str(values[key]) for key in _NAMED if key in values}
-        yield Step(
-            workload=LADDER_WORKLOAD,
-            name=variant if precision == "fp32" else f"{variant} {precision}",
-            time=_time(record),
-            params=params,
-            # MLflow's chart page makes a section of what stands before the slash.
-            metrics={f"{group}/{key}": value for group, figures in grouped.items() for key, value in figures.items()},
-            tags={**named, **_tags(moment, record, recorded_in)},
-            description=_rung_note(moment, variant, row, values, ladder, ranking, before),
-            moment=moment,
-            sections=("ladder", "counters"),
-        )
-
-
-def _measurements(record: Record, variant: str) -> Iterator[Mapping[str, Any]]:
-    """The variant's figures: in the ladder, or, for another precision, beside it."""
-    for section in ("ladder", "other_precision"):
-        values = lookup(record.values, section)
-        if isinstance(values, Mapping) and isinstance(values.get(variant), Mapping):
-            yield values[variant]
-
-
-def _rung_before(moment: Moment, variant: str, precision: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The timed rung below ``variant`` at the same commit and precision, and its figures."""
-    timed = {}
-    for record in moment.records:
-        name = record.name.removeprefix("bench_attention_")
-        for values in _measurements(record, name):
-            if "us" in values and values.get("precision", "fp32") == precision:
-                timed[name] = values
-    names = [name for name, _ in keyed(timed, tuple(moment.variants))]
-    place = names.index(variant) if variant in names else 0
-    return (names[place - 1], timed[names[place - 1]]) if place > 0 else None
+    measured = measurements(moment.records)
+    if record is None or variant not in measured:
+        return None
+    row, values = moment.variants.get(variant, {}), measured[variant]
+    precision = values.get("precision", "fp32")
+    before = rungs_before(measured, moment.variants).get(variant)
+    resources, ladder = {}, {}
+    for key, value in values.items():
+        if _is_number(value):
+            (resources if key in _RESOURCES else ladder)[key] = float(value)
+    if "rung" in row:
+        ladder["rung"] = float(row["rung"])
+    if before is not None:
+        ladder["gain_over_rung_before"] = measured[before]["us"] / values["us"]
+    predicted = predicted_time(row.get("prediction", ""), values)
+    if predicted is not None:
+        ladder |= {"predicted_us": predicted.us, "measured_over_predicted": predicted.measured / predicted.us}
+    ranking = _ranking_with(moment, variant, precision)
+    counters = counters_of(moment.records).get(variant)
+    grouped = {
+        "ladder": ladder,
+        "resources": resources,
+        "ranking": {key: float(value) for key, value in ranking.items() if _is_number(value)},
+        "stall": counters.stalls if counters is not None else {},
+        "ncu": counters.figures if counters is not None else {},
+    }
+    params = {"variant": variant, "precision": precision, "timed": timed_case(values)}
+    named = {key: str(values[key]) for key in _NAMED if key in values}
+    return Step(
+        workload=LADDER_WORKLOAD,
+        name=variant if precision == "fp32" else f"{variant} {precision}",
+        time=_time(record),
+        params=params,
+        # MLflow's chart page makes a section of what stands before the slash.
+        metrics={f"{group}/{key}": value for group, figures in grouped.items() for key, value in figures.items()},
+        tags={**named, **_tags(moment, record, recorded_in)},
+        description=_rung_note(moment, variant, row, values, ladder, ranking, before),
+        moment=moment,
+        sections=("ladder", "counters"),
+    )
 
 
 def _ranking_with(moment: Moment, variant: str, precision: str) -> Mapping[str, Any]:
@@ -296,7 +283,7 @@ def _rung_note(
     values: Mapping[str, Any],
     ladder: Mapping[str, float],
     ranking: Mapping[str, Any],
-    before: tuple[str, Mapping[str, Any]] | None,
+    before: str | None,
 ) -> str:
     got = []
     if "us" in values:
@@ -306,8 +293,8 @@ def _rung_note(
         got.append(f"FAIL: {values['failure']}")
     else:
         got.append("not timed on this machine")
-    if before is not None and "gain_over_rung_before" in ladder:
-        got.append(f"{ratio(ladder['gain_over_rung_before'])} against `{before[0]}`, the rung before")
+    if before is not None:
+        got.append(f"{ratio(ladder['gain_over_rung_before'])} against `{before}`, the rung before")
     if "speedup_vs_sdpa" in values:
         noise = " (noise)" if values.get("speedup_vs_sdpa_is_noise") else ""
         got.append(f"{ratio(values['speedup_vs_sdpa'])}{noise} against SDPA")
@@ -421,7 +408,7 @@ def _ranking_text(summary: Mapping[str, Any], values: Mapping[str, Any], label: 
     else:
         verdict = ""
     if "top10_exact" in values:
-        parts.append(f"top ten equal for {share(values['top10_exact'])} of {values['queries']} queries")
+        parts.append(f"top ten equal for {share(values['top10_exact'])} of {values['queries']:.0f} queries")
     return f"{label}: " * bool(label) + ", ".join(parts) + "." + (f" {verdict}." if verdict else "")
 
 
@@ -455,6 +442,13 @@ def _workload_note(steps: Sequence[Step]) -> str:
         if timed:
             quickest = min(timed, key=lambda name: timed[name])
             lines.append(f"- {machine}: the quickest is `{quickest}`, {short(timed[quickest])} µs.")
+        for name, step in latest.items():
+            ranking = {
+                key.removeprefix("ranking/"): value for key, value in step.metrics.items() if key.startswith("ranking/")
+            }
+            if ranking:
+                told = _ranking_text(step.moment.summary, ranking)
+                lines.append(f"- {machine}: did ranking change? With `{name}` in the unmodified model: {told}")
     return "\n".join(lines)
 
 

@@ -12,10 +12,7 @@ from typing import Any
 
 from tilerank.errors import TilerankError
 from tilerank.report import Record, Report, build_report, summarise
-from tilerank.report.records import SUMMARY_FILE, lookup, parse_record
-
-PER_VARIANT = ("bench_attention_", "build_kernels_", "profile_kernels_")
-"""What the names of records begin with that belong to one variant."""
+from tilerank.report.records import PER_VARIANT, SUMMARY_FILE, lookup, parse_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class Moment:
     @cached_property
     def report(self) -> Report:
         """The page and pictures that these records make."""
-        return build_report(self.records, self.machine, self.captions)
+        return build_report(self.records, self.machine, self.predictions)
 
     @cached_property
     def variants(self) -> Mapping[str, Mapping[str, Any]]:
@@ -62,9 +59,9 @@ class Moment:
         return dict(sorted(rows.items(), key=lambda item: item[1].get("rung", 0)))
 
     @cached_property
-    def captions(self) -> Mapping[str, str]:
+    def predictions(self) -> Mapping[str, str]:
         """Variant -> what was expected of it, in ladder order."""
-        return {name: f"Expected: {row['prediction']}" for name, row in self.variants.items() if "prediction" in row}
+        return {name: row["prediction"] for name, row in self.variants.items() if "prediction" in row}
 
     @property
     def pipeline(self) -> Mapping[str, str]:
@@ -120,6 +117,11 @@ def _contents(root: Path, blobs: Sequence[str]) -> list[str]:
         texts.append(answer[end + 1 : end + 1 + size].decode())
         position = end + size + 2
     return texts
+
+
+def is_shallow(root: Path) -> bool:
+    """Whether the clone lacks the older part of history."""
+    return (_git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "true"
 
 
 def read_moments(root: Path) -> Iterator[Moment]:

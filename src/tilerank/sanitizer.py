@@ -44,9 +44,10 @@ _HAZARDS = re.compile(
     rf"{_MARK} RACECHECK SUMMARY: [\d,]+ hazards? displayed "
     r"\((?P<errors>[\d,]+) errors?, (?P<warnings>[\d,]+) warnings?\)"
 )
-# Lines after which a summary, if there is one, does not speak of the whole program.
+# With one of these a summary, if there is one, does not speak of the whole program.
 _BLIND = re.compile(
-    rf"{_MARK}.*(Internal Sanitizer Error|terminated before first instrumented API call|[Dd]evice not supported)"
+    rf"{_MARK}.*(terminated before first instrumented API call|[Dd]evice not supported|might go undetected"
+    r"|Sanitizer will be disabled|No attachable process found)"
 )
 _FINDING = re.compile(rf"{_MARK} (?!COMPUTE-SANITIZER|[A-Z]+ SUMMARY)(?P<text>\S.*)")
 
@@ -83,7 +84,10 @@ def run_sanitizer(tool: str, command: Sequence[str | Path], *, timeout: float = 
     """
     program = _find_tool()
     if program is None:
-        raise SanitizerError("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+        raise SanitizerError(
+            "compute-sanitizer is not on the PATH; it comes with the CUDA toolkit (or `pip install "
+            "nvidia-cuda-sanitizer-api`)"
+        )
     try:
         answer = run_tool([program, "--tool", tool, "--print-limit", "5", *map(str, command)], timeout)
     except subprocess.TimeoutExpired as error:

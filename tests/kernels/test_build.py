@@ -229,10 +229,16 @@ def test_a_builder_that_shows_signs_of_life_is_waited_for(source: Path, folder: 
     assert built.path.exists()
 
 
-def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TilerankError, match=r"cannot be made .*; set TILERANK_CACHE to a writable folder"):
+    with pytest.raises(TilerankError, match=r"cannot be written .*; set TILERANK_CACHE to a writable folder"):
         build.build(CPU, source=source, cache_folder=tmp_path / "file" / "cache")
+    build.build(CPU, source=source, cache_folder=folder)
+    for name in (lock_of(folder).name, lock_of(folder).with_suffix(".log").name):
+        cache = tmp_path / name
+        (cache / name).mkdir(parents=True)  # root may write to read-only folders, but to no folder as a file
+        with pytest.raises(TilerankError, match=f"{cache} cannot be written .*; set TILERANK_CACHE"):
+            build.build(CPU, source=source, cache_folder=cache)
 
 
 # ---- Tools and targets ----
@@ -280,6 +286,21 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert build.cache_dir() == tmp_path / ".cache" / "tilerank"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(TilerankError, match=r"no home folder .*; set TILERANK_CACHE"):
+        build.cache_dir()
+
+
+def test_a_tool_that_does_not_run_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "g++"
+    program.write_text("no program")
+    program.chmod(0o755)
+    with pytest.raises(TilerankError, match=f"{re.escape(str(program))} does not run .*mend it"):
+        build._version(program)
 
 
 @pytest.mark.parametrize(

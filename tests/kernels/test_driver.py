@@ -78,6 +78,17 @@ def test_a_wrong_kernel_is_counted(faulty_driver: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_sample_has_every_length_and_is_small(faulty_driver: Path) -> None:
+    """The mistake shows from length 3 on, whatever is asked of the kernel there."""
+    for lengths, wrong in (("1,2", False), ("1,2,512", True), ("512", True)):
+        assert run_driver(faulty_driver, "--sample", "--lengths", lengths).returncode == int(wrong)
+    every, sample = (
+        driver.parse_tally(run_driver(faulty_driver, *options).stdout, "naive") for options in ((), ("--sample",))
+    )
+    assert 11 <= sample.cases < every.cases / 5
+
+
+@pytest.mark.slow
 def test_it_is_built_once_for_a_library_and_driver(faulty_driver: Path) -> None:
     cache = faulty_driver.parents[1]
     before = faulty_driver.stat().st_mtime_ns
@@ -95,7 +106,7 @@ def test_bad_arguments_are_refused(faulty_driver: Path) -> None:
     for options, message in (
         (["--variant", "fastest"], "driver: fastest: this library has nothing of that name to run here"),
         (["--lengths", "1,x"], "driver: --lengths: expected numbers from 0 to 65536"),
-        (["--help"], "driver: --help: not understood; allowed: --variant NAME, --lengths LIST, --list"),
+        (["--help"], "driver: --help: not understood; allowed: --variant NAME, --lengths LIST, --sample, --list"),
     ):
         answer = run_driver(faulty_driver, *options)
         assert answer.returncode == 2

@@ -163,6 +163,13 @@ def test_auto_falls_back_to_the_next_rung_and_says_why(change: dict[str, object]
         assert chosen.reason == f"anything is preferred of all that serve this call (passed over: narrow: {message})"
 
 
+def test_a_row_can_need_instructions_that_later_architectures_lack() -> None:
+    hopper = replace(NARROW, min_sm=90, max_sm=90)
+    assert select(REQUEST, (ANYTHING, hopper)).row is hopper
+    assert refusal(hopper, replace(REQUEST, sm=100)) == "sm is 100; it serves: 90 to 90"
+    assert select(replace(REQUEST, sm=100), (ANYTHING, hopper)).row is ANYTHING
+
+
 def test_key_lengths_are_served_where_the_row_says_so() -> None:
     masked = replace(REQUEST, masks=frozenset({"key_lengths"}))
     assert select(masked, (ANYTHING, NARROW)).row is NARROW

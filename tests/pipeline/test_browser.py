@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from projects import commit_tree
 
 from tilerank import tracking
 from tilerank.config import load_settings
 from tilerank.kernels.registry import attention_rows
 from tilerank.report import build_report, read_records
-from tilerank.treecopy import source_files
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
@@ -54,13 +54,7 @@ class LabBook:
 @pytest.fixture(scope="module")
 def lab_book(repository: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabBook]:
     root = tmp_path_factory.mktemp("clone")
-    for name in source_files(repository):
-        if not name.startswith("tests/"):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes((repository / name).read_bytes())
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "Record the ladder"]):
-        subprocess.run(["git", "-C", str(root), *command], check=True)
+    commit_tree(repository, root)
     shutil.copy(empty_store, root)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -171,8 +165,8 @@ def test_live_runs_reach_a_server(lab_book: LabBook, tmp_path: Path, monkeypatch
 def report(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the committed record."""
     machine = load_settings(repository / "params.yaml").machine.name
-    captions = {row.name: f"Expected: {row.prediction}" for row in attention_rows()}
-    built = build_report(read_records(repository / "metrics" / machine), machine, captions)
+    predictions = {row.name: row.prediction for row in attention_rows()}
+    built = build_report(read_records(repository / "metrics" / machine), machine, predictions)
     path = tmp_path_factory.mktemp("report") / "index.html"
     path.write_text(built.page, encoding="utf-8")
     return path

@@ -173,6 +173,7 @@ def test_descriptions_say_what_was_tried_predicted_and_got(book: Book) -> None:
     client = tracking.open_client(book.root)
     note = client.get_experiment_by_name("workload seed").tags["mlflow.note.content"]
     assert "t4: the step that gained most is `tiled`, 2.00× over the one before" in note
+    assert "t4: did ranking change? With `tiled` in the unmodified model: nDCG@10 0.7600, " in note
 
 
 def test_pictures_and_the_report_are_attached(book: Book) -> None:
@@ -238,6 +239,15 @@ def test_records_that_do_not_add_up_are_left_out_and_said(book: Book) -> None:
     assert len(imported.skipped) == 1
     assert broken[:10] in imported.skipped[0]
     assert "expected a JSON object, found list" in imported.skipped[0]
+
+
+def test_a_shallow_clone_says_what_it_lacks(book: Book, tmp_path: Path) -> None:
+    shallow = tmp_path / "shallow"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{book.root}", str(shallow)], check=True)
+    found = history.read_history(shallow)
+    assert {step.name for step in found.steps} >= {"naive", "tiled"}
+    assert "git fetch --unshallow" in found.skipped[0]
+    assert history.read_history(book.root).skipped == ()
 
 
 def test_outside_a_checkout_is_one_line(tmp_path: Path) -> None:

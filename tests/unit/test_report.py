@@ -14,12 +14,16 @@ from tilerank.errors import TilerankError
 from tilerank.report import (
     Record,
     build_report,
+    ladder_csv,
     print_table,
     read_records,
     readme_tables,
     summarise,
     update_markers,
 )
+from tilerank.report.analysis import HEAD_DIM, KEYS_PER_QUERY, analyse, devices_table
+from tilerank.report.counters import counters_of
+from tilerank.report.predictions import predicted_time
 from tilerank.report.roofline import roofline_table
 from tilerank.report.tables import TABLES
 
@@ -35,7 +39,7 @@ PROVENANCE = {
     "time": "2026-11-29T10:00:00+00:00",
     "command": "python -m stages.example",
 }
-CAPTIONS = {"naive": "Expected: slow & <simple>.", "fused": "Expected: fast.", "never_measured": "Expected: nothing."}
+PREDICTIONS = {"naive": "Slow & <simple>.", "fused": "1,000 us masked, from 2,000. Fast.", "never_measured": "9 us."}
 
 
 def quality(ndcg10):
@@ -58,6 +62,7 @@ def by_precision(values):
 
 
 RUNG = {"unmasked_us": 30111.0, "registers": 123, "spill_bytes": 8, "occupancy": 0.27, "sdpa_max_abs_error": 1.7e-6}
+RESOURCES = {"registers": 141, "shared_bytes": 0, "spill_bytes": 0, "stack_bytes": 0}
 PEER = {"best_peer": "library|x", "best_peer_us": 89.1}
 FULL = {
     "retrieve": {
@@ -82,6 +87,31 @@ FULL = {
             "amdahl_ceiling": 1.13,
         }
     },
+    "build_kernels_fused": {
+        "build_kernels": {
+            "fused": {
+                "archs": {
+                    arch: {"kernels": {"tilerank::fused::kernel<32>": dict(RESOURCES)}, **RESOURCES}
+                    for arch in ("sm_75", "sm_90a")
+                }
+            }
+        }
+    },
+    "profile_kernels_fused": {
+        "profile_kernels": {
+            "fused": {
+                "available": True,
+                "kernels": {
+                    "0": {
+                        "instructions": 2.0e6,
+                        "instructions_per_cycle": 2.5,
+                        "dram_throughput_pct": 5.0,
+                        "stalls": {"short_scoreboard": 2.0, "wait": 0.75, "not_selected": 0.25},
+                    }
+                },
+            }
+        }
+    },
     "bench_attention_naive": {
         "digest": "aa",
         "ladder": {"naive": {"us": 28600.0, "speedup_vs_sdpa": 0.045, "max_abs_error": 2.1e-6, **RUNG}},
@@ -92,6 +122,11 @@ FULL = {
             "fused": {
                 "us": 1050.0,
                 "masked": True,
+                "block": "32x1x1",
+                "shared_bytes": 8192,
+                "kernel": "void tilerank::fused::kernel<32>(tilerank::AttentionArgs)",
+                "share_of_floor": 0.1622,
+                "floor_bound": "products",
                 "speedup_vs_sdpa": 1.22,
                 "best_peer": "mem-efficient packed",
                 "best_peer_us": 578.0,
@@ -167,7 +202,8 @@ FULL = {
         "checks": {
             "naive": {
                 "cases": 456,
-                "wrong": 0,
+                "native_wrong": 0,
+                "sampled_cases": 42,
                 "memcheck_findings": 0,
                 "racecheck_findings": 2,
                 "initcheck_findings": 0,
@@ -205,7 +241,7 @@ def records():
 
 @pytest.fixture(scope="module")
 def built():
-    return build_report(make_records(FULL), "h200", CAPTIONS)
+    return build_report(make_records(FULL), "h200", PREDICTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +282,13 @@ def test_damaged_record_is_refused_by_name(tmp_path, content):
 
 def test_summary_merges_the_contract_sections_and_leaves_lists_and_other_keys_in_their_records(records):
     summary = summarise(records)
-    assert set(summary) == {spec.name for spec in TABLES}
+    assert set(summary) == {spec.name for spec in TABLES if not spec.measured_in}, "nothing that only follows"
     assert set(summary["quality"]) >= {"bm25_ndcg10", "baseline_ndcg10", "drop_in", "reranker"}
     assert set(summary["ladder"]) == {"naive", "fused", "another", "triple", "best_ffma"}
     assert summary["workload"]["scifact"]["tokens"] == 18012
     assert "rows" not in summary["workload"]["scifact"].get("histogram", {})
     assert "list" not in {type(value).__name__ for value in leaves(summary)}
+    assert "kernel" not in summary["ladder"]["fused"], "a long text is no figure"
 
 
 def test_summary_names_the_quickest_masked_rung(records):
@@ -351,7 +388,8 @@ def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
     shown["rungs"] |= {"speedup_vs_peer"}  # of each input scale
-    shown["ladder"] |= {"masked", "best_peer_us", *summarise(make_records(FULL))["ladder"]["best_ffma"]}
+    shown["ladder"] |= {"masked", "best_peer_us", "block", "shared_bytes", "share_of_floor", "floor_bound"}
+    shown["ladder"] |= {*summarise(make_records(FULL))["ladder"]["best_ffma"]}
 
     def keys(section):
         for key, value in section.items():
@@ -365,7 +403,7 @@ def test_every_contract_key_has_a_column():
 
 
 def test_readme_tables_have_a_text_for_every_marker(records):
-    tables = readme_tables(records, tuple(CAPTIONS))
+    tables = readme_tables(records, PREDICTIONS)
     assert set(tables) == {*(spec.name for spec in TABLES), "headline"}
     assert "Not recorded" not in "".join(tables.values())
     for name, text in tables.items():
@@ -383,21 +421,19 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
 
 def test_checks_are_told_and_one_without_an_answer_says_why():
     checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
-    assert (
-        "| naive | 456 | right | clean | 2 | clean | clean | right | 3 |"
-        in readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
-    )
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert "| naive | 456 | right | right | 3 | 42 | clean | 2 | clean | clean |" in text
     checks["naive"] = {
         "cases": 9,
-        "wrong": 0,
+        "native_wrong": 0,
         "memcheck_findings": 0,
         "not_available": {"racecheck": "no permission", "ptx_80": "the variant needs compute capability 9.0"},
     }
     checks["reference"] = {"available": False, "reason": "host code"}
     text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
     assert (
-        "| naive | 9 | right | clean | not available (no permission) | "
-        "not available (the variant needs compute capability 9.0) |" in text
+        "| naive | 9 | right | not available (the variant needs compute capability 9.0) | clean | "
+        "not available (no permission) |" in text
     )
     assert "reference" not in text.split("\n\n")[0]
 
@@ -424,7 +460,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
 
 
 def test_ladder_follows_the_given_order(records):
-    rows = [line.split(" | ")[0] for line in readme_tables(records, tuple(CAPTIONS))["ladder"].splitlines()[2:5]]
+    rows = [line.split(" | ")[0] for line in readme_tables(records, PREDICTIONS)["ladder"].splitlines()[2:5]]
     assert rows == ["| naive", "| fused", "| another"]
 
 
@@ -552,7 +588,7 @@ def test_every_rung_stands_beside_its_floors():
         ["fp16 late", "40.6", "its dtype"],
     ]
     assert cells[4][3:6] == ["158", "11.1", "18.2"]
-    assert "bench_attention_mma, bench_attention_ffma: NVIDIA H200" in table[-1]
+    assert "bench_attention of 2 variants: NVIDIA H200" in table[-1]
     assert "stage `bench_attention`" in roofline_table(())
 
 
@@ -561,6 +597,115 @@ def test_rungs_of_other_precisions_have_a_picture():
     assert pictures["rungs"].description == (
         "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0"
     )
+
+
+# --- what follows from the records ------------------------------------------------------------------------------
+
+
+def test_each_rung_stands_against_the_one_before_with_its_limit_and_commit(records):
+    table = readme_tables(records, PREDICTIONS)["ladder"]
+    heading, _, naive, fused, *_ = table.splitlines()
+    cells = dict(zip(heading.split(" | "), fused.split(" | "), strict=True))
+    assert cells["against the rung before"] == "27.24×"
+    assert cells["bound by"] == "shared memory"
+    assert fused.endswith("| 0123456789 |")
+    assert naive.split(" | ")[heading.split(" | ").index("against the rung before")] == "–"
+
+
+def test_predictions_stand_beside_what_was_measured(records):
+    table = readme_tables(records, PREDICTIONS)["predicted"]
+    assert "| fused | masked | 1,000 | 1,050 | 1.05× |" in table
+    assert "naive" not in table.split("<sub>")[0], "it names no time"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "values", "expected"),
+    [
+        ("1,100 us unmasked, from 2,500. Tiles.", {"us": 900.0, "unmasked_us": 1000.0}, (1100, 1000, "unmasked")),
+        ("720 us masked or not, from 700.", {"us": 700.0, "unmasked_us": 1.0, "masked": True}, (720, 700, "masked")),
+        ("37.5 us packed.", {"us": 40.0, "masked": True, "layout": "packed"}, (37.5, 40, "packed")),
+        ("Tens of times slower than SDPA", {"us": 40.0}, None),
+        ("37.5 us packed.", {"timed": False}, None),
+        ("9 ushers", {"us": 40.0}, None),
+    ],
+)
+def test_predicted_times_are_read_with_their_case(prediction, values, expected):
+    found = predicted_time(prediction, values)
+    assert (found and (found.us, found.measured, found.case)) == expected
+
+
+def test_counters_say_what_binds_and_how_far_the_roof_is(records):
+    table = readme_tables(records, PREDICTIONS)["counters"]
+    assert "| fused | shared memory | short_scoreboard 50 %, wait 19 % | 2.00 | 62.5 % | 5.0 % | 16.2 % |" in table, (
+        "waits of 2.0 and 0.75 of 4.0 cycles an instruction, one of them issuing"
+    )
+    point = analyse(records, PREDICTIONS)["counters"]["fused"]
+    assert point["intensity"] == pytest.approx(0.1622 / 0.05)
+    assert sum(point["shares"].values()) == pytest.approx(1)
+    assert list(point["shares"])[:2] == ["issuing", "shared memory"]
+
+
+def test_a_variant_that_could_not_be_profiled_has_no_counters():
+    reason = {"available": False, "reason": "no permission"}
+    records = make_records({**FULL, "profile_kernels_fused": {"profile_kernels": {"fused": reason}}})
+    assert "counters" not in analyse(records, PREDICTIONS)
+    assert readme_tables(records)["counters"] == "*Not recorded on this machine (stage `profile_kernels`).*"
+
+
+def test_unknown_stall_reasons_are_shown_as_other():
+    found = counters_of([Record("p", {"profile_kernels": {"x": {"kernels": {"0": {"stalls": {"new": 3.0}}}}}}, {})])
+    assert found["x"].shares["other"] == 0.75
+    assert found["x"].bound_by == "other"
+
+
+def test_amdahl_accounts_for_every_part(records):
+    parts = analyse(records, PREDICTIONS)["amdahl"]
+    shares = [values["share"] for values in parts.values() if isinstance(values, dict)]
+    assert sum(shares) == pytest.approx(1)
+    assert parts["attention"] == {"share": 0.117, "ceiling": pytest.approx(1 / 0.883)}
+    drop_in = {"integrate_hf": {"drop_in": {"fp32": {"kernel_speedup": 3.0}}}}
+    parts = analyse(make_records({**FULL, **drop_in}), PREDICTIONS)["amdahl"]
+    assert parts["predicted_speedup"] == pytest.approx(1 / (1 - 0.117 * 2 / 3))
+
+
+def test_plots_get_the_ladder_with_its_predictions(records):
+    assert ladder_csv(records, PREDICTIONS) == (
+        "variant,us,predicted_us\nnaive,28600.0,\nfused,1050.0,1000\nanother,2050.0,\ntriple,905.0,\n"
+    )
+    assert ladder_csv((), PREDICTIONS) == "variant,us,predicted_us\n"
+
+
+def test_the_same_kernel_fits_a_t4_and_an_h200_differently(records):
+    table = readme_tables(records, PREDICTIONS)["architectures"]
+    assert "| fused | 141 | 141 | 0 | 0 | 8,192 | 8 | 12 |" in table, "64 KB of shared memory bind on a T4"
+
+
+def test_a_kernel_of_another_precision_is_in_the_tables_too():
+    half = {"us": 50.0, "precision": "fp16", "layout": "packed", "share_of_floor": 0.6, "floor_bound": "exps"}
+    more = {
+        "bench_attention_mma": {"rungs": {"fp16": {"mma": half}}},
+        "profile_kernels_mma": {
+            "profile_kernels": {"mma": {"kernels": {"0": {"stalls": {"wait": 1.0}, "dram_throughput_pct": 20.0}}}}
+        },
+    }
+    tables = readme_tables(make_records({**FULL, **more}), {**PREDICTIONS, "mma": "40 us packed."})
+    assert "| mma | packed | 40.0 | 50.0 | 1.25× |" in tables["predicted"]
+    assert "| mma | compute | wait 50 % | – | – | 20.0 % | 60.0 % |" in tables["counters"]
+
+
+def test_devices_differ_as_the_table_says():
+    table = devices_table()
+    assert "| memory, GB/s" not in table.splitlines()[0]
+    assert "| memory, GB/s | 320 | 4,800 | 15.00× |" in table
+    assert "| clocks of an SM a score, fp32 products | 1.000 | 0.500 | 0.50× |" in table
+
+
+def test_keys_per_query_are_those_of_workload_seed():
+    from tilerank.bench.workloads import seed_workload
+
+    workload = seed_workload()
+    assert round(workload.scores / workload.heads / workload.tokens) == KEYS_PER_QUERY
+    assert workload.head_dim == HEAD_DIM
 
 
 # --- markers -----------------------------------------------------------------------------------------------------
@@ -657,7 +802,7 @@ def test_page_has_every_section_picture_and_record(page, records):
     assert {spec.name for spec in TABLES} <= set(ids)
     assert {identifier.removeprefix("picture-") for identifier in ids if identifier.startswith("picture-")} == {
         *("lengths-scifact", "time-shares", "ladder", "floors", "predicted-and-measured", "rerank-times"),
-        "quality-intervals",
+        *("quality-intervals", "predicted-times", "stalls", "roofline"),
     }
     text = " ".join(Structure(page).text)
     for record in records:
@@ -680,19 +825,20 @@ def test_page_follows_the_light_and_dark_scheme(page):
 def test_pictures_show_figures_and_captions_as_text(page):
     text = " ".join(Structure(page).text)
     assert "naive: 28,600 µs, 0.04× SDPA" in text
-    assert "Expected: slow & <simple>." in text
+    assert "Expected: Slow & <simple>." in text
+    assert "Came: 27.24× over naive; now bound by shared memory" in text
     assert "never_measured" not in text
     assert "mean 360" in text
 
 
 def test_same_records_give_the_same_bytes_in_this_and_another_process(built, records, tmp_path):
-    assert build_report(records, "h200", CAPTIONS) == built
+    assert build_report(records, "h200", PREDICTIONS) == built
     for record in records:
         write(tmp_path, record.name, {**record.values, "provenance": dict(record.provenance)})
     program = (
         "import sys, pathlib; from tilerank.report import *; "
         "records = read_records(pathlib.Path(sys.argv[1])); "
-        f"report = build_report(records, 'h200', {CAPTIONS!r}); "
+        f"report = build_report(records, 'h200', {PREDICTIONS!r}); "
         "sys.stdout.buffer.write((report.page + ''.join(p.standalone for p in report.pictures)).encode())"
     )
     answer = subprocess.run(

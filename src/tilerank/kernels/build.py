@@ -120,7 +120,10 @@ def find_nvcc() -> Path | None:
 
 
 def _version(program: Path) -> str:
-    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise TilerankError(f"{program} does not run ({error.strerror}); mend it or take it off the PATH") from error
     if answer.returncode != 0:
         raise TilerankError(f"{program} --version failed: {(answer.stderr or answer.stdout).strip()[:200]}")
     return answer.stdout.strip()
@@ -161,8 +164,12 @@ def cache_dir() -> Path:
     """Where built libraries are kept: $TILERANK_CACHE, else tilerank below the user's cache folder."""
     if os.environ.get("TILERANK_CACHE"):
         return Path(os.environ["TILERANK_CACHE"]).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tilerank"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tilerank"
+    try:
+        return Path.home() / ".cache" / "tilerank"
+    except RuntimeError as error:  # no $HOME, and a user without an entry, as containers have
+        raise TilerankError("there is no home folder to keep the library in; set TILERANK_CACHE to a folder") from error
 
 
 def read_sources(source: Path) -> dict[str, bytes]:
@@ -255,6 +262,17 @@ def default_target() -> Target:
 
 
 @contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say what to do when the cache is a read-only folder, a full disk or no folder at all."""
+    try:
+        yield
+    except OSError as error:
+        raise TilerankError(
+            f"{folder} cannot be written ({error.strerror or error}); set TILERANK_CACHE to a writable folder"
+        ) from error
+
+
+@contextlib.contextmanager
 def _locked(path: Path, sign_of_life: Path, wait_s: float) -> Iterator[int]:
     """Hold the lock file ``path``; yields its descriptor, which children may inherit.
 
@@ -332,8 +350,9 @@ def environment(nvcc: Path | None = None) -> dict[str, str]:
 
 def _run_logged(command: list[str | Path], nvcc: Path | None, log: Path, lock: int, bar: _Bar) -> None:
     """Run one build program, appending its output to ``log``; `TilerankError` with its first error line."""
-    with log.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("a", encoding="utf-8") as output,
+        subprocess.Popen(
             [str(item) for item in command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -342,7 +361,8 @@ def _run_logged(command: list[str | Path], nvcc: Path | None, log: Path, lock: i
             errors="replace",
             env=environment(nvcc),
             pass_fds=(lock,),
-        )
+        ) as process,
+    ):
         deadline = threading.Timer(BUILD_LIMIT_S, process.kill)
         deadline.start()
         try:
@@ -357,7 +377,6 @@ def _run_logged(command: list[str | Path], nvcc: Path | None, log: Path, lock: i
             deadline.cancel()
             if process.poll() is None:  # interrupted: leave no compiler behind
                 process.terminate()
-                process.wait()
     if code != 0:
         wrong = next((line for line in lines if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), "")
         raise TilerankError(
@@ -429,12 +448,8 @@ def build(
     if result.exists():
         return Built(result, identity)
 
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TilerankError(
-            f"{folder} cannot be made ({error.strerror}); set TILERANK_CACHE to a writable folder"
-        ) from error
     where = (
         str(source),
         target.backend,
@@ -446,7 +461,7 @@ def build(
     )
     tree = folder / f"tree-{digest_of(*map(str.encode, where))[:16]}"
     log = tree.with_suffix(".log")
-    with _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
+    with _writing(folder), _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
         if result.exists():  # the builder we waited for made it
             return Built(result, identity)
         log.write_text(f"{target} {identity}\n", encoding="utf-8")

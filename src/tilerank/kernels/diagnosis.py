@@ -39,7 +39,11 @@ def doctor() -> Iterator[Check]:
             "not found: only the reference can be built (`pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings one)",
         )
     else:
-        yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")
+        try:
+            yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")
+        except TilerankError as error:
+            yield Check("nvcc", False, str(error))
+            nvcc = None
     if capabilities:
         listed = ", ".join(f"{capability / 10}" for capability in capabilities)
         yield Check("device", True, f"compute capability {listed}")

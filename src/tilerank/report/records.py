@@ -12,6 +12,8 @@ from tilerank.errors import TilerankError
 
 SUMMARY_FILE = "summary.json"
 
+_LONGEST_NAME = 40
+
 SECTIONS = (
     *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
     *("quality", "memory", "checks", "block", "bert_large", "micro"),
@@ -22,6 +24,9 @@ SECTIONS = (
 
 DERIVED = {"attention": ("ladder", "rungs")}
 """Section that `merge` adds -> the recorded ones that it is taken from."""
+
+PER_VARIANT = ("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_")
+"""What the names of records begin with that belong to one variant."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -97,8 +102,9 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """What `merge` gives without its lists (histograms, names of noisy ratios), for ``dvc metrics diff``."""
-    return _without_lists(merge(records))
+    """What `merge` gives without its lists (histograms, names of noisy ratios) and without texts that are no short
+    names (of kernels, reasons): what ``dvc metrics diff`` can show in a table."""
+    return _figures(merge(records))
 
 
 def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,11 +151,11 @@ def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _without_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for key, value in values.items():
-        value = _without_lists(value) if isinstance(value, Mapping) else value
-        if not isinstance(value, list) and value != {}:
+        value = _figures(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, list) and value != {} and not (isinstance(value, str) and len(value) > _LONGEST_NAME):
             kept[key] = value
     return kept
 

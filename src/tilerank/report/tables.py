@@ -5,11 +5,13 @@ One description serves the README (Markdown), the page (HTML) and the terminal.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
+from tilerank.report.analysis import analyse
+from tilerank.report.records import PER_VARIANT, PRECISIONS, Record, Summary, lookup, sources
 
 ABSENT = "–"
 
@@ -55,6 +57,11 @@ def whole(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, M
     return [("share", section)]
 
 
+def as_given(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for every mapping in the section, in its own order."""
+    return [(key, values) for key, values in section.items() if isinstance(values, Mapping)]
+
+
 def ladder_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """The variants; what `best_ffma` says stands in the row of its variant."""
     return keyed({name: values for name, values in section.items() if name != "best_ffma"}, order)
@@ -91,7 +98,7 @@ def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tupl
 
     def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
         reasons = values.get("not_available", {})
-        keys = {check: f"{check}_{'wrong' if check.startswith('ptx') else 'findings'}" for check in reasons}
+        keys = {column.key.rpartition("_")[0]: column.key for column in CHECK_COLUMNS}
         return {**values, **{keys[check]: f"not available ({reason})" for check, reason in reasons.items()}}
 
     return [(label, told(values)) for label, values in keyed(section, order)]
@@ -109,6 +116,12 @@ class TableSpec:
     note: str = ""  # what the figures mean; never a figure
     facts: tuple[Column, ...] = ()  # figures of the section as a whole, told below the table
     entries: Entries = keyed
+    measured_in: str = ""  # the records' section that the figures follow from, where that is another one
+
+    @property
+    def section(self) -> str:
+        """The section of the records that says where the figures come from."""
+        return self.measured_in or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +133,7 @@ class Table:
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    section: str = ""  # of the records that it is from
 
 
 def count(value: float) -> str:
@@ -193,6 +207,18 @@ QUALITY_COLUMNS = (
     Column("queries", "queries", count),
 )
 
+CHECK_COLUMNS = (
+    Column("cases", "cases", count),
+    Column("own code", "native_wrong", wrong),
+    Column("compute_75 PTX", "ptx_75_wrong", wrong),
+    Column("compute_80 PTX", "ptx_80_wrong", wrong),
+    Column("sampled cases", "sampled_cases", count),
+    Column("memcheck", "memcheck_findings", found),
+    Column("racecheck", "racecheck_findings", found),
+    Column("initcheck", "initcheck_findings", found),
+    Column("synccheck", "synccheck_findings", found),
+)
+
 TABLES = (
     TableSpec(
         "workload",
@@ -235,6 +261,25 @@ TABLES = (
         entries=whole,
     ),
     TableSpec(
+        "amdahl",
+        "What each part can gain",
+        "profile_baseline",
+        "part",
+        (
+            Column("ms", "ms", short),
+            Column("share", "share", share),
+            Column("ceiling", "ceiling", ratio),
+        ),
+        "The ceiling is the gain of the whole query if the part took no time at all.",
+        facts=(
+            Column("The kernel's speed-up in the model, fp32", "kernel_speedup", ratio),
+            Column("so the whole query's by Amdahl's law, attention alone replaced", "predicted_speedup", ratio),
+            Column("measured for the whole query with all that tilerank replaces", "rerank_speedup", ratio),
+        ),
+        entries=as_given,
+        measured_in="profile",
+    ),
+    TableSpec(
         "ladder",
         "The ladder (fp32, workload seed)",
         "bench_attention",
@@ -243,6 +288,7 @@ TABLES = (
             Column("µs", "us", short),
             Column("unmasked, µs", "unmasked_us", short),
             Column("products", "products", text),
+            Column("against the rung before", "gain_over_rung_before", ratio),
             Column("against SDPA", "speedup_vs_sdpa", ratio),
             Column("against the best fp32 peer", "speedup_vs_best_peer", ratio),
             Column("which is", "best_peer", text),
@@ -251,6 +297,8 @@ TABLES = (
             Column("registers", "registers", count),
             Column("spilled bytes", "spill_bytes", count),
             Column("occupancy", "occupancy", share),
+            Column("bound by", "bound_by", text),
+            Column("commit", "commit", text),
         ),
         "Medians, cold L2; masked where the variant masks, else the whole padded batch; errors against float64. "
         "Speed-ups are SDPA's time / the variant's.",
@@ -280,6 +328,61 @@ TABLES = (
         "Medians, cold L2, padding left out; unmasked: the whole padded batch. Under x1, x8 and x40 all inputs are "
         "multiplied by that, and packed stands for torch's own packed kernel on the same data.",
         entries=rung_entries,
+    ),
+    TableSpec(
+        "predicted",
+        "Predicted and measured",
+        "bench_attention",
+        "variant",
+        (
+            Column("of", "case", text),
+            Column("predicted, µs", "predicted_us", short),
+            Column("measured, µs", "measured_us", short),
+            Column("measured / predicted", "ratio", ratio),
+        ),
+        "Predictions were written down before anything was timed; a prediction that names no time is not listed.",
+        measured_in="ladder",
+    ),
+    TableSpec(
+        "counters",
+        "What bound each kernel",
+        "profile_kernels",
+        "variant",
+        (
+            Column("bound by", "bound_by", text),
+            Column("warps wait most for", "waits", text),
+            Column("instructions of warps, million", "instructions_m", short),
+            Column("issue slots used", "issue_slots", share),
+            Column("SM", "sm_throughput", share),
+            Column("memory beyond L2", "dram_throughput", share),
+            Column("L1 hits", "l1_hit", share),
+            Column("L2 hits", "l2_hit", share),
+            Column("occupancy", "occupancy", share),
+            Column("useful arithmetic", "useful_arithmetic", share),
+        ),
+        "Counters of Nsight Compute, as shares of what the device can do. A kernel is bound by the kind of wait that "
+        "takes the largest share of its warps' time; issue: ready but not chosen, or held up at fetch and dispatch; "
+        "compute: the arithmetic pipe is full or a result is not there yet. Useful arithmetic leaves out padding and "
+        "all that is not a product. Of a roofline, both axes are in units of the ridge, where the rates of memory and "
+        "of arithmetic meet.",
+        measured_in="profile_kernels",
+    ),
+    TableSpec(
+        "architectures",
+        "The same kernels on a T4 and on an H200",
+        "build_kernels",
+        "variant",
+        (
+            Column("registers, T4", "t4_registers", count),
+            Column("H200", "h200_registers", count),
+            Column("spilled bytes, T4", "t4_spill_bytes", count),
+            Column("H200", "h200_spill_bytes", count),
+            Column("shared bytes a block", "shared_bytes", count),
+            Column("warps an SM, T4", "t4_warps", count),
+            Column("H200", "h200_warps", count),
+        ),
+        "Registers and spills by the compiler for sm_75 and sm_90a, and the warps that an SM then holds.",
+        measured_in="build_kernels",
     ),
     TableSpec(
         "attention",
@@ -375,18 +478,9 @@ TABLES = (
         "Checked on the GPU",
         "check_kernels",
         "variant",
-        (
-            Column("cases", "cases", count),
-            Column("results", "wrong", wrong),
-            Column("memcheck", "memcheck_findings", found),
-            Column("racecheck", "racecheck_findings", found),
-            Column("initcheck", "initcheck_findings", found),
-            Column("synccheck", "synccheck_findings", found),
-            Column("from compute_75 PTX", "ptx_75_wrong", wrong),
-            Column("from compute_80 PTX", "ptx_80_wrong", wrong),
-        ),
-        "Each case is compared with the reference, under every tool of compute-sanitizer and from PTX for older GPUs; "
-        "a number counts what was found or wrong.",
+        CHECK_COLUMNS,
+        "Every case is compared with the reference, from the GPU's own code and from PTX for older GPUs, and a sample "
+        "under each tool of compute-sanitizer; a number counts what was found or wrong.",
         entries=check_entries,
     ),
     TableSpec(
@@ -455,7 +549,8 @@ def build_table(spec: TableSpec, summary: Summary, order: Sequence[str] = ()) ->
     reasons = [f"FAIL, {label}: {reason}" for label, values in entries for reason in _failures(values)]
     told = ["; ".join(lines) + "." for lines in (facts, reasons) if lines]
     note = " ".join(filter(None, [spec.note, *told]))
-    return Table(spec.name, spec.title, (spec.row_heading, *(column.heading for column in columns)), rows, note)
+    headings = (spec.row_heading, *(column.heading for column in columns))
+    return Table(spec.name, spec.title, headings, rows, note, spec.section)
 
 
 def _cell(column: Column, values: Mapping[str, Any]) -> str:
@@ -524,7 +619,16 @@ def origins(records: Sequence[Record]) -> tuple[tuple[str, str], ...]:
         parts += [f"{name} {values[name]}" for name in ("driver", "torch") if name in values]
         parts += [commit_text(values), str(values.get("time", ""))[:10]]
         together.setdefault(", ".join(filter(None, parts)), []).append(record.name)
-    return tuple((", ".join(names), line) for line, names in together.items())
+    return tuple((", ".join(_few_names(names)), line) for line, names in together.items())
+
+
+def _few_names(names: Sequence[str]) -> list[str]:
+    """``names`` with a stage's records of several variants as one."""
+    shown = []
+    for stage, group in itertools.groupby(names, key=lambda name: next(filter(name.startswith, PER_VARIANT), name)):
+        members = list(group)
+        shown += members if len(members) == 1 else [f"{stage.removesuffix('_')} of {len(members)} variants"]
+    return shown
 
 
 def markdown(table: Table, records: Sequence[Record]) -> str:
@@ -563,22 +667,33 @@ def plain(table: Table, across: int = 3) -> str:
     return "\n".join(lines)
 
 
-def readme_tables(records: Sequence[Record], order: Sequence[str] = ()) -> dict[str, str]:
+def readme_tables(records: Sequence[Record], predictions: Mapping[str, str] | None = None) -> dict[str, str]:
     """Marker name -> Markdown for every table, and ``headline``; a table without figures says so.
 
-    order: the ladder's variants from the first rung on.
+    predictions: variant -> what was expected of it, in ladder order.
     """
-    summary = merge(records)
+    summary, order = analyse(records, predictions or {}), tuple(predictions or ())
     tables = {spec.name: f"*Not recorded on this machine (stage `{spec.stage}`).*" for spec in TABLES}
     for table in build_tables(summary, order):
-        tables[table.name] = markdown(table, sources(records, table.name))
+        tables[table.name] = markdown(table, sources(records, table.section))
     rows = headline(summary)
     first = Table("headline", "Headline", ("figure", "measured"), rows)
     tables["headline"] = markdown(first, ()) if rows else "*Nothing is recorded on this machine yet.*"
     return tables
 
 
+def ladder_csv(records: Sequence[Record], predictions: Mapping[str, str]) -> str:
+    """The timed rungs in ladder order, for plots: variant, microseconds, predicted microseconds where there are any."""
+    summary = analyse(records, predictions)
+    lines = ["variant,us,predicted_us"]
+    for name, values in ladder_entries(summary.get("ladder", {}), tuple(predictions)):
+        if "us" in values:
+            predicted = lookup(summary, f"predicted.{name}.predicted_us")
+            lines.append(f"{name},{values['us']:.1f},{'' if predicted is None else f'{predicted:g}'}")
+    return "\n".join(lines) + "\n"
+
+
 def print_table(records: Sequence[Record]) -> None:
     """Print every table that the records have figures for."""
-    tables = build_tables(merge(records))
+    tables = build_tables(analyse(records, {}))
     print("\n\n".join(plain(table) for table in tables) if tables else "No figures are recorded here yet.")

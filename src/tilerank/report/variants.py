@@ -1,4 +1,5 @@
-"""The tables of ``docs/`` that say what the registry says: what each variant serves, and what was predicted of it.
+"""The tables of ``docs/`` that no record changes: what each variant serves, what was predicted of it, and how two
+devices differ.
 
 ``python -m tilerank.report.variants``, in a checkout, writes them between their markers.
 """
@@ -10,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tilerank.kernels.registry import MAX_HEAD_DIM, Row, attention_rows
+from tilerank.report.analysis import devices_table
 from tilerank.report.markers import update_markers
 
-PAGES = ("docs/kernels.md", "docs/ladder.md")
+PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md")
 """Where the tables stand."""
 
 
@@ -34,7 +36,7 @@ def predictions_table(rows: Sequence[Row]) -> str:
 
 def doc_tables(rows: Sequence[Row]) -> dict[str, str]:
     """Marker name -> table, for `update_markers`."""
-    return {"variants": variants_table(rows), "predictions": predictions_table(rows)}
+    return {"variants": variants_table(rows), "predictions": predictions_table(rows), "devices": devices_table()}
 
 
 def _serves(row: Row) -> tuple[str, ...]:
