@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "common/barriers.cuh"
 #include "common/mma16.cuh"
 
 namespace tilerank {
@@ -178,6 +179,116 @@ struct Passes {
         return true;
     }
 };
+
+// ---- Dealing a block's units ----
+
+// One warp walks the passes and tells each worker its next units, so that the warps that compute need not.
+struct Task {
+    const void* q;  // first of the unit's rows
+    void* out;
+    int rows;         // of the unit that exist
+    int k_len;        // keys that count
+    int causal_keys;  // what the first row may see if causality alone counted
+    int tiles;        // chunks that some row sees keys of; at least one, 0: there is no further unit
+    int whole_tiles;  // of those, the ones that every row sees all of
+    int chunk;        // number of the first of them; where there is no unit, one beyond the last
+    int slot;         // its place in the ring
+    int parity;       // its turn there
+    int is_last;      // of the worker's units in the pass: chunks are given back behind it
+    int rotation;     // differs from pair to pair
+};
+
+// Tasks on their way to each worker, in shared memory.
+template <int kWorkers_>
+struct TaskQueues {
+    static constexpr int kWorkers = kWorkers_;
+    static constexpr int kDepth = 4;
+    Task* tasks;      // [kWorkers][kDepth]
+    uint64_t* dealt;  // barriers
+    uint64_t* taken;
+
+    __host__ __device__ static constexpr size_t bytes() {
+        return DynamicShared::bytes<Task>(kWorkers * kDepth) + 2 * DynamicShared::bytes<uint64_t>(kWorkers * kDepth);
+    }
+
+    __device__ __forceinline__ explicit TaskQueues(DynamicShared& memory)
+        : tasks(memory.take<Task>(kWorkers * kDepth)),
+          dealt(memory.take<uint64_t>(kWorkers * kDepth)),
+          taken(memory.take<uint64_t>(kWorkers * kDepth)) {}
+
+    // By all threads of the block, before a __syncthreads(). worker_warps: warps that take each task.
+    __device__ __forceinline__ void init(int worker_warps) const {
+        for (int at = static_cast<int>(threadIdx.x); at < kWorkers * kDepth; at += static_cast<int>(blockDim.x)) {
+            barrier_init(&dealt[at], 1);
+            barrier_init(&taken[at], worker_warps);
+        }
+    }
+
+    // The task with that number among all of the block's.
+    __device__ __forceinline__ void put(int ordinal, const Task& task) const {
+        const int turn = ordinal / kWorkers;
+        const int at = ordinal % kWorkers * kDepth + turn % kDepth;
+        barrier_wait(&taken[at], turn / kDepth % 2 ^ 1);
+        tasks[at] = task;
+        barrier_arrive(&dealt[at]);
+    }
+
+    // The task with that number among the worker's; by whole warps.
+    __device__ __forceinline__ Task take(int worker, int turn, int lane) const {
+        const int at = worker * kDepth + turn % kDepth;
+        barrier_wait(&dealt[at], turn / kDepth % 2);
+        const Task task = tasks[at];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&taken[at]);
+        return task;
+    }
+};
+
+// Deals all of a block's units, whose keys go through a ring of kChunks; by one warp. Each lane deals one unit of a pass.
+template <typename Element, int kChunks, int kUnitRows, int kWorkers, int kResident>
+__device__ __forceinline__ void deal(Passes<kUnitRows, kWorkers, kResident> passes, const TaskQueues<kWorkers>& queues,
+                                     int lane) {
+    const AttentionArgs& args = passes.args;
+    constexpr int kAtOnce = kWorkers * TaskQueues<kWorkers>::kDepth < kWarpSize
+                                ? kWorkers * TaskQueues<kWorkers>::kDepth
+                                : kWarpSize;
+    int dealt = 0;
+    Task task = {};
+#pragma unroll 1
+    while (passes.next()) {
+        const HeadView<Element> view = head_view<Element>(args, passes.sequence, passes.head);
+        task.k_len = passes.size.k_len;
+        task.chunk = passes.chunk;
+        task.slot = passes.chunk % kChunks;
+        task.parity = passes.chunk / kChunks % 2;
+        task.rotation = passes.head + passes.sequence;
+#pragma unroll 1
+        for (int first = passes.first_unit; first < passes.last_unit; first += kAtOnce) {
+            const int unit = first + lane;
+            const int count = min(passes.last_unit - first, kAtOnce);
+            if (lane < count) {
+                const int row = passes.first_row(unit);
+                task.q = view.q + row * args.q_token_stride;
+                task.out = view.out + row * args.out_token_stride;
+                task.rows = min(passes.size.q_len - row, kUnitRows);
+                task.causal_keys = args.causal ? row + 1 : kMostKeys16;
+                task.tiles = max((passes.any_row_sees(unit) + kChunkKeys - 1) / kChunkKeys, 1);
+                task.whole_tiles = min(task.k_len, task.causal_keys) / kChunkKeys;
+                task.is_last = unit + kWorkers >= passes.last_unit;
+                queues.put(dealt + lane, task);
+            }
+            __syncwarp();
+            dealt += count;
+        }
+    }
+    task.tiles = 0;
+    task.rows = 0;
+    task.chunk = passes.chunk;
+    if (lane < kWorkers) queues.put(dealt + lane, task);
+}
+
+// A value that all lanes have alike, known to be so to the compiler.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
 // ---- Launching ----
 
