@@ -40,53 +40,6 @@ struct Ring {
     uint64_t* empty;
 };
 
-// ---- The warp that copies ----
-
-template <typename Element, int D>
-__device__ __forceinline__ void copy(const AttentionArgs& args, const UnitPlace (&places)[2],
-                                     const Ring<Element, D>& ring, int lane, bool aligned) {
-    constexpr int kChunks = Shape<D>::kChunks;
-    PassesFor<D> passes(args, places);
-    int slot = 0;
-    uint32_t parity = 1;
-    // Chunks under way: their barriers are told kLag chunks later, when the data is there.
-    constexpr int kLag = kChunks > 4 ? 4 : kChunks - 1;
-    int pending = 0;
-    int pending_slot = 0;
-    const auto tell_first = [&] {
-        barrier_arrive(&ring.full[pending_slot]);
-        pending_slot = pending_slot + 1 == kChunks ? 0 : pending_slot + 1;
-        --pending;
-    };
-    while (passes.next()) {
-        const HeadView<Element> view = head_view<Element>(args, passes.sequence, passes.head);
-        for (int chunk = 0; chunk < passes.chunks; ++chunk) {
-            if (!barrier_test(&ring.empty[slot], parity)) {
-                copy_async_wait<0>();
-                while (pending > 0) tell_first();
-                barrier_wait(&ring.empty[slot], parity);
-            }
-            const int first = chunk * kChunkKeys;
-            const int count = passes.size.k_len - first;
-            copy_keys_async<D, kWarpSize>(ring.k_tiles[slot], view.k + first * args.k_token_stride, args.k_token_stride,
-                                          count, lane, aligned);
-            copy_keys_async<D, kWarpSize>(ring.v_tiles[slot], view.v + first * args.v_token_stride, args.v_token_stride,
-                                          count, lane, aligned);
-            copy_async_commit();
-            if (++pending > kLag) {
-                copy_async_wait<kLag>();
-                tell_first();
-            }
-            if (++slot == kChunks) {
-                slot = 0;
-                parity ^= 1;
-            }
-        }
-    }
-    copy_async_wait<0>();
-    while (pending > 0) tell_first();
-}
-
 // ---- The warps that compute ----
 
 template <int D>
@@ -206,8 +159,6 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
     ring.full = memory.take<uint64_t>(S::kChunks);
     ring.empty = memory.take<uint64_t>(S::kChunks);
     const TaskQueues<S::kWorkers> queues(memory);
-    SHARED(UnitPlace, places, [2]);
-    SHARED(int64_t, warp_costs, [S::kThreads / kWarpSize]);
 
     const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
     const int lane = threadIdx.x % kWarpSize;
@@ -216,13 +167,23 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         barrier_init(&ring.empty[threadIdx.x], S::kWorkers);
     }
     queues.init(1);
-    find_places<S::kUnitRows, S::kThreads>(args, places, warp_costs);
+    __syncthreads();
     if (warp < S::kWorkers) {
         compute<Element, D>(args, ring, queues, warp, lane, factor, aligned);
-    } else if (warp == S::kWorkers) {
-        copy<Element, D>(args, places, ring, lane, aligned);
+        return;
+    }
+    const PassesFor<D> passes(args, lane);
+    if (warp == S::kWorkers) {
+        const auto copy_tile = [&](int slot, bool values, const Element* source, int64_t stride, int count) {
+            constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
+            constexpr int kRowBytes = 2 * kPitch16<D>;
+            copy_chunk_tile<Element, D, kColumns, kRowBytes, 2 * kColumns>(
+                reinterpret_cast<unsigned char*>((values ? ring.v_tiles : ring.k_tiles)[slot]), source, stride, count,
+                lane, aligned, [](int row, int column) { return row * kRowBytes + 2 * column; });
+        };
+        fill_ring<Element, S::kChunks, 1>(passes, ring.full, ring.empty, 0, copy_tile, [] {});
     } else {
-        deal<Element, S::kChunks>(PassesFor<D>(args, places), queues, lane);
+        deal<Element, S::kChunks>(passes, queues, lane);
     }
 }
 

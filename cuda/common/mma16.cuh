@@ -296,7 +296,7 @@ constexpr float kLowestReference = -3.0e+38f;
 __device__ __forceinline__ void hide_keys(Fragment& scores, int first, const int (&sees)[2], int lane, float hidden) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (first + lane % 4 * 2 + i % 2 >= sees[i / 2]) scores[i] = hidden;
+        if (first + i % 2 >= sees[i / 2] - lane % 4 * 2) scores[i] = hidden;
     }
 }
 
