@@ -478,6 +478,7 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
             if (key < sees) {
                 const float* k = block.k + key * args.k_token_stride;
                 double dot = 0.0;
+#pragma unroll 16
                 for (int d = 0; d < D; ++d) dot += static_cast<double>(q[d]) * k[d];
                 score = dot * (args.exact_scale * kLog2E);
             }
@@ -494,6 +495,7 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) accumulator[i] *= factor;
             const int keys = min(sees - first, kWarpSize);
+#pragma unroll 4
             for (int other = 0; other < keys; ++other) {
                 const double of_key = __shfl_sync(kFullMask, weight, other);
                 const float* v = block.v + (first + other) * args.v_token_stride;
