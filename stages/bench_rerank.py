@@ -1,11 +1,12 @@
-"""One query's passages, raw text in and scores out: the reranker beside sentence-transformers and a tuned peer."""
+"""One query's passages, raw text in and scores out: the reranker beside sentence-transformers and a tuned peer, and
+its host paths beside each other."""
 
 from stages._run import Stage, stage_main
 
 
 def run(stage: Stage) -> None:
     from tilerank import data, models, quality, retrieval
-    from tilerank.bench import rerank
+    from tilerank.bench import forward, rerank
     from tilerank.machine import device_for
 
     settings = stage.settings
@@ -22,13 +23,18 @@ def run(stage: Stage) -> None:
         max_length=workload.max_length,
         attention=settings.kernel.variant,
         batch_size=workload.batch_size,
+        host_path=settings.host_path.path,
+        token_cache=stage.path("data/tokens/passages.tokens"),
     )
     reference = rerank.reference_scores(setup, calls)
     record = {}
     for precision in workload.precisions:
         times = rerank.bench_precision(setup, precision, calls, reference, machine.rerank_rounds)
+        times |= rerank.bench_many(setup, precision, calls, min(machine.rerank_rounds, 2))
+        times["steps"] = rerank.bench_steps(setup, precision, calls, reference, machine.rerank_rounds)
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
         if device == "cuda":
+            record.setdefault("forward", {})[precision] = forward.bench_forward(setup, precision)
             record.setdefault("memory", {})[precision] = rerank.memory_record(setup, precision, calls)
     stage.write_metrics(record)
 

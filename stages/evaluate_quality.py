@@ -25,6 +25,7 @@ def run(stage: Stage) -> None:
             precision=precision,
             attention=settings.kernel.variant,
             max_length=workload.max_length,
+            host_path=settings.host_path.path,
         )
         for precision in workload.precisions
     }

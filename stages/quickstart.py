@@ -10,7 +10,7 @@ import time
 
 from stages import ROOT
 
-PIPELINE = ("prepare_data", "retrieve", "profile_baseline", "evaluate_quality", "bench_rerank")
+PIPELINE = ("prepare_data", "retrieve", "index_passages", "profile_baseline", "evaluate_quality", "bench_rerank")
 
 # The reference only: a GPU kernel is never timed on a CPU, and compiling all of them takes minutes.
 ATTENTION = ("build_kernels@reference", "bench_attention@reference", "integrate_hf")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from tilerank import host_path
 from tilerank.errors import TilerankError
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -60,6 +61,13 @@ class KernelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPathSettings:
+    """How the rerank path gets from text to scores: auto, or a name of `tilerank.host_path.PATHS`."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadSettings:
     """What one run of the pipeline processes."""
 
@@ -104,6 +112,7 @@ class Settings:
     model: ModelSettings
     retrieval: RetrievalSettings
     kernel: KernelSettings
+    host_path: HostPathSettings
     workload: WorkloadSettings
     machine: MachineSettings
     tracking: TrackingSettings
@@ -152,6 +161,8 @@ def settings_from_mapping(values: Mapping[str, Any]) -> Settings:
     workload = settings.workload
     for key in ("queries", "candidates", "max_length", "batch_size"):
         _require(f"workload.{key}", getattr(workload, key), getattr(workload, key) >= 1, "1 or more")
+    names = (host_path.AUTO, *(path.name for path in host_path.PATHS))
+    _require("host_path.path", settings.host_path.path, settings.host_path.path in names, ", ".join(names))
     known = not set(workload.precisions) - set(PRECISIONS) and bool(workload.precisions)
     _require("workload.precisions", list(workload.precisions), known, f"one or more of {', '.join(PRECISIONS)}")
     # It names a folder below metrics/.

@@ -50,6 +50,8 @@ class ModelDescription:
     activation: str | None  # dotted name of what a cross-encoder applies to its logit; None: the default, a sigmoid
     uses_token_types: bool
     vocabulary_size: int | None  # rows of the token embedding; None: the configuration does not say
+    family: str | None  # transformers' model_type
+    positions_from: int  # the number of the first token's position in the table
 
 
 def resolve(settings: ModelSettings, root: Path) -> ResolvedModel:
@@ -102,6 +104,8 @@ def describe(path: Path) -> ModelDescription:
         activation=_activation(config, extra),
         uses_token_types=config.get("type_vocab_size", int, 0) > 1,
         vocabulary_size=config.get("vocab_size", int),
+        family=config.get("model_type", str),
+        positions_from=_first_position(config),
     )
 
 
@@ -220,9 +224,13 @@ def _position_limit(config: _Settings) -> int | None:
     rows = config.get("max_position_embeddings", int)
     if rows is None or rows <= 0:
         return None
+    return rows - _first_position(config)
+
+
+def _first_position(config: _Settings) -> int:
     if config.get("model_type", str) in _POSITIONS_AFTER_PAD:
-        return rows - config.get("pad_token_id", int, 1) - 1
-    return rows
+        return config.get("pad_token_id", int, 1) + 1
+    return 0
 
 
 def _pooling(path: Path, modules: list[Mapping[str, Any]]) -> Pooling:

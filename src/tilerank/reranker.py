@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,16 +17,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from tilerank import host_path as host_paths
+from tilerank import packed_attention
+from tilerank.encoder import Encoder, Head, PackedEncoder, PaddedEncoder, can_prepack, packed_refusal
 from tilerank.errors import TilerankError
+from tilerank.host_path import AUTO, HostPath
 from tilerank.models import WEIGHTS, Kind, ModelDescription, describe, resolve_path
+from tilerank.packed_attention import PackedAttention
+from tilerank.token_cache import TokenCache
 from tilerank.tokenization import Tokens, load_tokenizer
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Precision -> dtype of the weights. tf32 lets fp32 products run on TF32 tensor cores; elsewhere it equals fp32."""
 
-_CPU_BATCH = 8  # sequences: more gain nothing there, and are padded more
-_GPU_BATCH = 64  # a small forward is bound by launches: one query's passages at once
-_CHUNK = 4096  # pairs tokenised at a time: bounds memory, long enough that sorting by length pays
+_CHUNK = 1024  # pairs in flight at a time: bounds memory, long enough that sorting by length pays
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 Report = Callable[[float], None]  # told the share of a chunk that is done
@@ -59,15 +64,21 @@ class Reranker:
         bi-encoder (pooled as its modules.json says, by default the mean; vectors of length 1).
     device: "cpu", "cuda" or "cuda:<number>"; None takes CUDA where there is a device, else the CPU.
     precision: "fp32", "tf32", "fp16" or "bf16", whatever dtype the file has and whatever torch's global switches say.
-    attention: "auto" (torch's SDPA until a registered kernel serves better), "sdpa", "eager", or a registered variant.
+    attention: "auto" (a registered kernel where one serves better than torch's own; what the model itself computes
+        where it knows no SDPA, as MPNet and DeBERTa), "sdpa", "eager", or a registered variant.
     max_length: tokens a pair (cross-encoder) or a text (bi-encoder) has at most; a smaller limit that the model's own
         files set for its tokenizer holds too, as in sentence-transformers. The attribute has the limit in force.
+    host_path: how text gets through the model: one of `tilerank.host_path.PATHS`, or "auto" for the last of them that
+        serves the device and the model. The attribute has the path in force, `host_path_reason` why it is not a later
+        one. All give the same scores, up to float noise.
+    token_cache: a file that `tilerank index` wrote for this model's tokenizer; passages that it has are not tokenised.
 
     A pair that is too long is cut on the passage side (see `tilerank.tokenization`); a query too long is cut with a
     warning. A score does not depend on the other pairs of the call, up to float noise.
 
-    Raises ValueError for an unknown precision or attention and for a ``max_length`` above the position table, and
-    `TilerankError` for a model or a device that cannot be used, or a variant that does not run there.
+    Raises ValueError for an unknown precision, attention or host path and for a ``max_length`` above the position
+    table, and `TilerankError` for a model or a device that cannot be used, a variant or a path that does not run there,
+    or a token cache of another tokenizer.
     """
 
     def __init__(
@@ -78,6 +89,8 @@ class Reranker:
         precision: str = "fp32",
         attention: str = "auto",
         max_length: int = 512,
+        host_path: str = AUTO,
+        token_cache: str | PathLike[str] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
@@ -88,13 +101,39 @@ class Reranker:
         self.precision = precision
         self.device = _device(device)
         max_length = min(max_length, description.own_max_length or max_length)
-        self.tokenizer = load_tokenizer(self.path, max_length, texts=2 if self.kind == "cross-encoder" else 1)
+        wanted = None if host_path == AUTO else host_paths.find(host_path)
+        implementation = _implementation(attention)
+        texts = 2 if self.kind == "cross-encoder" else 1
+        self.tokenizer = load_tokenizer(self.path, max_length, texts=texts, fast=wanted is None or wanted.fast_tokens)
         self.max_length = self.tokenizer.max_length
-        model = load_model(self.path, self.kind, PRECISIONS[precision], _implementation(attention))
-        _check_variant(attention, self.device, precision, model.config, self.max_length)
+        if token_cache is not None:
+            self.tokenizer.use_cache(TokenCache(Path(token_cache)))
+        dtype = PRECISIONS[precision]
+        model = load_model(self.path, self.kind, dtype, implementation)
+        chosen = _choose_path(wanted, attention, self.device, dtype, model.config, description, self.max_length)
+        if chosen.attention is None:
+            _check_variant(attention, self.device, precision, model, self.max_length)
         self.model = model.to(self.device)
-        self._description = description
-        self._activation = _activation(description) if self.kind == "cross-encoder" else torch.nn.Identity()
+        self.host_path, self.host_path_reason = chosen.path, chosen.reason
+        is_classifier = self.kind == "cross-encoder"
+        head = Head(is_classifier, "first" if is_classifier or description.pooling == "cls" else "mean")
+        self.encoder: Encoder
+        if chosen.attention is None:
+            self.attention = "sdpa" if attention == "auto" else attention
+            self.encoder = PaddedEncoder(self.model, description, head, self.tokenizer.pad_id, self.device)
+        else:
+            self.attention = chosen.attention.name
+            self.encoder = PackedEncoder(
+                self.model,
+                description,
+                head,
+                self.device,
+                chosen.attention,
+                max_length=self.max_length,
+                prepacked=self.host_path.prepacked,
+                graphs=self.host_path.graphs,
+            )
+        self._activation = _activation(description) if is_classifier else torch.nn.Identity()
 
     def predict(
         self,
@@ -110,7 +149,8 @@ class Reranker:
         Raises TypeError for anything but pairs of strings, ValueError for another number of scores, and
         `TilerankError` for a score that is not finite.
         """
-        if isinstance(pairs, (list, tuple)) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
+        is_sequence = isinstance(pairs, (list, tuple, np.ndarray))
+        if is_sequence and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
             return self.score([pairs], batch_size, show_progress_bar, activation_fn).values[0]
         return self.score(pairs, batch_size, show_progress_bar, activation_fn).values
 
@@ -129,21 +169,65 @@ class Reranker:
         Doubles and empty passages are ranked like any other. Raises as `predict` does, and ValueError for a negative
         ``top_k``.
         """
-        if not isinstance(query, str):
-            raise TypeError(f"query must be a string, got {type(query).__name__}")
-        if top_k is not None and top_k < 0:
-            raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
-        texts = _items(documents, "documents")
-        for index, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise TypeError(f"documents[{index}] must be a string, got {type(text).__name__}")
-        scores = self.score([(query, text) for text in texts], batch_size, show_progress_bar, activation_fn)
-        order = np.argsort(-scores.values, kind="stable")[:top_k]
-        results = [{"corpus_id": int(index), "score": float(scores.values[index])} for index in order]
-        if return_documents:
-            for result in results:
-                result["text"] = texts[result["corpus_id"]]
-        return Ranking(results, truncated=int(scores.truncated.sum()))
+        (ranking,) = self._rank(
+            [query], [documents], "documents", top_k, return_documents, batch_size, show_progress_bar, activation_fn
+        )
+        return ranking
+
+    def rank_many(
+        self,
+        queries: Iterable[str],
+        candidates: Iterable[Iterable[str]],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        batch_size: int | None = None,
+        show_progress_bar: bool = False,
+        activation_fn: Activation | None = None,
+    ) -> list[Ranking]:
+        """`rank` of each query with its own documents, sooner than one after another: batches hold pairs of several
+        queries, and while the device works on some pairs the host tokenises the next.
+
+        Memory does not grow with the number of pairs, but for texts and scores. Raises as `rank` does, and ValueError
+        where there are not as many lists of candidates as queries.
+        """
+        queries, candidates = _items(queries, "queries"), _items(candidates, "candidates")
+        if len(queries) != len(candidates):
+            raise ValueError(f"there are {len(queries)} queries and {len(candidates)} lists of candidates")
+        return self._rank(
+            queries, candidates, "candidates[{}]", top_k, return_documents, batch_size, show_progress_bar, activation_fn
+        )
+
+    def _rank(
+        self,
+        queries: Sequence[Any],
+        candidates: Sequence[Any],
+        name: str,
+        top_k: int | None,
+        return_documents: bool,
+        batch_size: int | None,
+        show_progress_bar: bool,
+        activation_fn: Activation | None,
+    ) -> list[Ranking]:
+        """``name`` is what messages call a list of candidates."""
+        if top_k is not None:
+            top_k = _integer("top_k", top_k)
+            if top_k < 0:
+                raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
+        lists = []
+        for number, (query, documents) in enumerate(zip(queries, candidates, strict=True)):
+            if not isinstance(query, str):
+                raise TypeError(f"query must be a string, got {type(query).__name__}")
+            lists.append(_items(documents, name.format(number)))
+            for index, text in enumerate(lists[-1]):
+                if not isinstance(text, str):
+                    raise TypeError(f"{name.format(number)}[{index}] must be a string, got {type(text).__name__}")
+        pairs = [(query, text) for query, texts in zip(queries, lists, strict=True) for text in texts]
+        scores = self.score(pairs, batch_size, show_progress_bar, activation_fn)
+        ends = np.cumsum([0, *map(len, lists)])
+        return [
+            _ranking(texts, scores.values[start:end], scores.truncated[start:end], top_k, return_documents)
+            for texts, start, end in zip(lists, ends, ends[1:], strict=False)
+        ]
 
     def score(
         self,
@@ -154,91 +238,181 @@ class Reranker:
     ) -> Scores:
         """What `predict` returns, with the logits and which passages were cut.
 
-        ``batch_size`` is sequences a forward pass; None takes 8 on a CPU, else 64. No score depends on it.
+        ``batch_size`` is the most sequences a forward pass has; None leaves it to the host path. No score depends on
+        it.
         """
-        if batch_size is None:
-            batch_size = _CPU_BATCH if self.device.type == "cpu" else _GPU_BATCH
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
+        if batch_size is not None:
+            batch_size = _integer("batch_size", batch_size)
+            if batch_size < 1:
+                raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
         checked = [_pair(pair, index) for index, pair in enumerate(_items(pairs, "pairs"))]
-        score_chunk = self._cross_encode if self.kind == "cross-encoder" else self._cosine
-        logits, truncated = [np.zeros(0, np.float32)], [np.zeros(0, bool)]
         hidden = None if show_progress_bar else True  # None: shown on a terminal only
         with (
             _arithmetic(self.precision, self.device),
             tqdm(total=len(checked), desc="rerank", unit="pair", disable=hidden) as bar,
         ):
+            found, cut = [np.zeros(0, np.float32)], [np.zeros(0, bool)]
+            fetch = None
             for start in range(0, len(checked), _CHUNK):
                 chunk = checked[start : start + _CHUNK]
 
                 def report(share: float, start: int = start, pairs: int = len(chunk)) -> None:
                     bar.update(start + round(share * pairs) - bar.n)
 
-                queries, passages = [query for query, _ in chunk], [passage for _, passage in chunk]
-                found, cut = score_chunk(queries, passages, batch_size, report)
-                logits.append(found)
-                truncated.append(cut)
-            raw = np.concatenate(logits)
+                scores, truncated = self._score_chunk(chunk, batch_size, report)
+                cut.append(truncated)
+                # A device works on this chunk while the host waits for the one before it, and tokenises the next.
+                if fetch is not None:
+                    found.append(fetch())
+                fetch = scores
+            if fetch is not None:
+                found.append(fetch())
+            raw = np.concatenate(found)
             values = _activated(raw, activation_fn or self._activation)
         for name, scores in (("logit", raw), ("score", values)):
             if not np.isfinite(scores).all():
                 index = int(np.flatnonzero(~np.isfinite(scores))[0])
-                raise TilerankError(
-                    f"the {name} of pair {index} is {scores[index]}; {self.path / WEIGHTS} may be damaged, or "
-                    f"its values too large for {self.precision}"
-                )
-        return Scores(values, raw, np.concatenate(truncated))
+                cause = f"{self.path / WEIGHTS} may be damaged, or its values too large for {self.precision}"
+                if name == "score":  # the logits are finite
+                    cause = f"the activation made it of the logit {raw[index]}"
+                raise TilerankError(f"the {name} of pair {index} is {scores[index]}; {cause}")
+        return Scores(values, raw, np.concatenate(cut))
 
-    def _cross_encode(
-        self, queries: list[str], passages: list[str], batch_size: int, report: Report
-    ) -> tuple[np.ndarray, np.ndarray]:
-        tokens = self.tokenizer.pairs(queries, passages)
-        logits = self._forward(tokens, batch_size, report, lambda output, mask: output.logits[:, 0].float())
-        return logits.cpu().numpy(), tokens.truncated
+    def score_in_steps(self, pairs: Sequence[tuple[str, str]], mark: Callable[[], None]) -> np.ndarray:
+        """Logits or cosines of pairs that are in memory together; ``mark`` is called when their ids are there, when the
+        batches are on the device, when the model has been called on all, and when the scores are on the host."""
+        with _arithmetic(self.precision, self.device):
+            fetch, _ = self._score_chunk(pairs, None, lambda share: None, mark)
+            scores = fetch()
+            mark()
+        return scores
 
-    def _cosine(
-        self, queries: list[str], passages: list[str], batch_size: int, report: Report
-    ) -> tuple[np.ndarray, np.ndarray]:
-        tokens = self.tokenizer.texts(queries, passages)
-        pool = _mean if self._description.pooling == "mean" else _first
-        vectors = self._forward(tokens, batch_size, report, lambda output, mask: pool(output.last_hidden_state, mask))
-        vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        cosines = (vectors[: len(queries)] * vectors[len(queries) :]).sum(-1)
-        return cosines.cpu().numpy(), tokens.truncated[len(queries) :]
+    def forward_of(self, tokens: Tokens) -> Callable[[], torch.Tensor]:
+        """A function that runs the model over ``tokens``, which are put on the device now: logits ``[n]`` or vectors
+        ``[n, d]``, in order, on the device."""
+        plan = self.encoder.plan(tokens.lengths, None)
+        batches = list(self.encoder.upload(tokens, plan))
+        places = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable")).to(self.device)
 
-    def _forward(
-        self, tokens: Tokens, batch_size: int, report: Report, head: Callable[[Any, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """``head(model output, mask [b, s])`` of every sequence, in order, on the device.
+        def run() -> torch.Tensor:
+            with _arithmetic(self.precision, self.device):
+                return torch.cat([self.encoder.forward(batch) for batch in batches])[places]
+
+        return run
+
+    def _score_chunk(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        batch_size: int | None,
+        report: Report,
+        mark: Callable[[], None] | None = None,
+    ) -> tuple[Callable[[], np.ndarray], np.ndarray]:
+        """A function that waits for the logits or cosines of ``pairs``, and which passages were cut.
 
         Each distinct sequence is computed once, so that doubles tie exactly (in a batch they would differ by float
-        noise). Batches are of like lengths, longest first: little padding, and too little memory shows at once.
+        noise). ``mark`` is as in `score_in_steps`; one that is given keeps all batches on the device at once.
         """
+        queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
+        is_pair = self.kind == "cross-encoder"
+        tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
+        step = mark or (lambda: None)
+        step()
         distinct, inverse = tokens.distinct()
-        order = np.argsort(-tokens.lengths[distinct], kind="stable")
-        parts = []
-        for start in range(0, len(order), batch_size):
-            rows = distinct[order[start : start + batch_size]]
-            batch = torch.from_numpy(tokens.padded(rows, self.tokenizer.pad_id)).to(self.device)
-            inputs = {"input_ids": batch[0]}
-            if self._description.uses_token_types:
-                inputs["token_type_ids"] = batch[1]
-            if tokens.lengths[rows[-1]] < tokens.lengths[rows[0]]:
-                inputs["attention_mask"] = batch[2]
-            parts.append(head(self.model(**inputs), batch[2]))
-            report((start + len(rows)) / len(order))
-        places = np.argsort(order, kind="stable")[inverse]
-        return torch.cat(parts)[torch.from_numpy(places).to(self.device)]
+        plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
+        batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
+        if mark is not None:
+            batches = list(batches)
+        step()
+        parts, done = [], 0
+        for indices, batch in zip(plan, batches, strict=True):
+            parts.append(self.encoder.forward(batch))
+            done += len(indices)
+            report(done / len(distinct))
+        found, places = torch.cat(parts), np.argsort(np.concatenate(plan), kind="stable")[inverse]
+        step()
+        if is_pair:
+            fetch = _fetched_later(found)
+            return lambda: fetch()[places], tokens.truncated
+        vectors = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(places), self.device)]
+        cosines = (vectors[: len(queries)] * vectors[len(queries) :]).sum(-1)
+        return _fetched_later(cosines), tokens.truncated[len(queries) :]
 
 
-def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the valid tokens, ``[b, s, d]`` and ``[b, s]`` -> ``[b, d]`` float32; every text has special tokens."""
-    weights = mask[:, :, None].float()
-    return (hidden.float() * weights).sum(1) / weights.sum(1)
+def _pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``values`` on ``device``, by a copy that the host does not wait for."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def _first(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return hidden[:, 0].float()
+def _fetched_later(values: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start the copy of ``values`` to the host; the function that is returned waits for it."""
+    if values.device.type != "cuda":
+        return values.numpy
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def fetch() -> np.ndarray:
+        copied.synchronize()
+        return host.numpy()
+
+    return fetch
+
+
+def _ranking(
+    texts: Sequence[str], scores: np.ndarray, truncated: np.ndarray, top_k: int | None, return_documents: bool
+) -> Ranking:
+    order = np.argsort(-scores, kind="stable")[:top_k]
+    results = [{"corpus_id": int(index), "score": float(scores[index])} for index in order]
+    if return_documents:
+        for result in results:
+            result["text"] = texts[result["corpus_id"]]
+    return Ranking(results, truncated=int(truncated.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChosenPath:
+    """A host path, the attention of its packed batches (None: it has none), and why it is no later one."""
+
+    path: HostPath
+    attention: PackedAttention | None
+    reason: str
+
+
+def _choose_path(
+    wanted: HostPath | None,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Any,
+    description: ModelDescription,
+    max_length: int,
+) -> _ChosenPath:
+    """The path that was asked for, or (None) the last that serves; `TilerankError` when the former does not."""
+    served = host_paths.of_device(device.type)
+    if wanted is not None and wanted not in served:
+        raise TilerankError(f"host_path {wanted.name!r} runs on {', '.join(wanted.devices)}, not on {device.type}")
+    if wanted is not None and not wanted.packed:
+        return _ChosenPath(wanted, None, "asked for")
+    reason, packed = packed_refusal(description), None
+    if reason is None:
+        packed = packed_attention.choose(attention, device, dtype, _head_dim(config), max_length)
+        if packed is None:
+            reason = f"attention {attention!r} serves no packed batches here"
+    if reason is None and not can_prepack(device, dtype):
+        served = tuple(path for path in served if not path.prepacked)
+        reason = f"{dtype} on {device.type} has no prepacked layers" if device.type == "cpu" else None
+    if packed is None:
+        served = tuple(path for path in served if not path.packed)
+    if wanted is None:
+        return _ChosenPath(served[-1], packed, reason or "it is the last")
+    if wanted not in served:
+        raise TilerankError(f"host_path {wanted.name!r} does not serve this model here: {reason}")
+    return _ChosenPath(wanted, packed, "asked for")
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _items(values: Any, name: str) -> list[Any]:
@@ -263,16 +437,20 @@ def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((len(logits), 1), (len(logits),)):
         raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")
-    return values.reshape(-1).float().cpu().numpy()
+    return torch.as_tensor(values).reshape(-1).float().cpu().numpy()
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def _checked_max_length(max_length: int, description: ModelDescription) -> int:
-    try:
-        if isinstance(max_length, bool):
-            raise TypeError
-        max_length = operator.index(max_length)
-    except TypeError:
-        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}") from None
+    max_length = _integer("max_length", max_length)
     limit = description.position_limit
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; the model's position table serves at most {limit} tokens")
@@ -293,12 +471,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _implementation(attention: str) -> str:
-    """The name under which transformers knows the attention."""
-    if attention in ("auto", "sdpa"):
-        return "sdpa"
-    if attention == "eager":
-        return "eager"
+def _implementation(attention: str) -> str | None:
+    """The name under which transformers knows the attention; None: SDPA where the model serves it, else eager."""
+    if attention == "auto":
+        return None
+    if attention in ("sdpa", "eager"):
+        return attention
     from tilerank.kernels import huggingface, registry
 
     variants = [row.name for row in registry.attention_rows()]
@@ -309,18 +487,26 @@ def _implementation(attention: str) -> str:
     return name
 
 
-def _check_variant(attention: str, device: torch.device, precision: str, config: Any, max_length: int) -> None:
+def _check_variant(
+    attention: str, device: torch.device, precision: str, model: torch.nn.Module, max_length: int
+) -> None:
     """Refuse a registered variant that cannot run this model here. Masks are left to the call: some need none."""
     if attention in ("auto", "sdpa", "eager"):
         return
-    from tilerank.kernels import registry
+    from tilerank.kernels import huggingface, registry
 
+    if not huggingface.calls_interface(type(model)):
+        raise TilerankError(
+            f"attention {attention!r} does not serve {type(model).__name__}, which computes attention by itself; "
+            "use auto or eager"
+        )
+    config = model.config
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = registry.Request(
         device=device.type,
         sm=10 * major + minor,
         dtype="fp32" if precision == "tf32" else precision,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=_head_dim(config),
         layout="padded",
         k_len=max_length,
     )
@@ -329,7 +515,7 @@ def _check_variant(attention: str, device: torch.device, precision: str, config:
 
 
 def load_model(
-    path: Path, kind: Kind, dtype: torch.dtype, implementation: str, *, new_head: bool = False
+    path: Path, kind: Kind, dtype: torch.dtype, implementation: str | None, *, new_head: bool = False
 ) -> torch.nn.Module:
     """The transformers model in folder ``path``, on the CPU, with this dtype and attention, whatever the file has.
 
@@ -392,14 +578,44 @@ def _activation(description: ModelDescription) -> Activation:
     return torch.nn.Sigmoid()
 
 
+class _Products:
+    """What fp32 products mean. It is one setting of the whole process: threads that want different ones take turns."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._users = 0
+        self._wanted = ""
+        self._before = ("", "")  # what the process had set: cuda, cpu
+
+    @contextlib.contextmanager
+    def as_wanted(self, wanted: str) -> Iterator[None]:
+        """``wanted`` ("tf32" or "ieee") on CUDA, exact on the CPU, until the last user leaves."""
+        cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        with self._turn:
+            self._turn.wait_for(lambda: not self._users or self._wanted == wanted)
+            if not self._users:
+                self._wanted, self._before = wanted, (cuda.fp32_precision, cpu.fp32_precision)
+                cuda.fp32_precision, cpu.fp32_precision = wanted, "ieee"
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._users -= 1
+                if not self._users:
+                    cuda.fp32_precision, cpu.fp32_precision = self._before
+                    self._turn.notify_all()
+
+
+_products = _Products()
+
+
 @contextlib.contextmanager
 def _arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     """Fix what fp32 products mean, whatever the process has set (an autocast around the call included)."""
-    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    before = cuda.fp32_precision, cpu.fp32_precision
-    cuda.fp32_precision, cpu.fp32_precision = "tf32" if precision == "tf32" else "ieee", "ieee"
-    try:
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        cuda.fp32_precision, cpu.fp32_precision = before
+    with (
+        _products.as_wanted("tf32" if precision == "tf32" else "ieee"),
+        torch.inference_mode(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

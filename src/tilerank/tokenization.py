@@ -10,16 +10,20 @@ gives the query's length. Both rules give the same tokens as long as the query h
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tilerank.errors import TilerankError
+from tilerank.fast_tokens import FastEncoder, encode_with_tokenizers
 from tilerank.models import describe
+from tilerank.token_cache import TokenCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,11 +75,22 @@ class TextTokenizer:
     ``backend`` belongs to this object from here on: its own truncation and padding are switched off, after which it is
     never changed again, so that several threads may encode. ``cut_from`` is the end at which texts are cut: "right"
     or "left". ``texts`` is how many texts the longest sequences hold: 2 where `pairs` is called, 1 for `texts` alone.
+    ``fast`` takes ``tokie`` for vocabularies that it serves (see `tilerank.fast_tokens`): the same ids, sooner.
     Raises ValueError when ``max_length`` leaves no room for one token of each.
+
+    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why; ``encode`` gives the ids of texts,
+    uncut and without special tokens.
     """
 
     def __init__(
-        self, backend: Tokenizer, max_length: int, *, pad_id: int = 0, cut_from: str = "right", texts: int = 2
+        self,
+        backend: Tokenizer,
+        max_length: int,
+        *,
+        pad_id: int = 0,
+        cut_from: str = "right",
+        texts: int = 2,
+        fast: bool = True,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -89,6 +104,22 @@ class TextTokenizer:
         if max_length < shortest:
             what = "a pair of one token each" if texts == 2 else "a text of one token"
             raise ValueError(f"max_length is {max_length}; {what} takes {shortest}")
+        self.engine, self.engine_reason, self.encode = _engine(backend, fast)
+        self._cache: TokenCache | None = None
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal sha256 of what decides the ids of a text: the vocabulary and every setting of the backend."""
+        return hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
+
+    def use_cache(self, cache: TokenCache) -> None:
+        """Take ids from ``cache`` where it has them; `TilerankError` when it belongs to another tokenizer."""
+        if cache.tokenizer != self.digest:
+            raise TilerankError(
+                f"{cache.path} holds ids of another tokenizer ({cache.tokenizer[:12]}, not {self.digest[:12]}); write "
+                "it again with `tilerank index`"
+            )
+        self._cache = cache
 
     def pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode ``queries[i]`` with ``passages[i]``; warns about each query that had to be cut."""
@@ -117,13 +148,11 @@ class TextTokenizer:
     def _encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Token ids of each distinct text, without special tokens."""
         distinct = list(dict.fromkeys(texts))
-        try:
-            encodings = self._backend.encode_batch_fast(distinct, add_special_tokens=False)
-        except TypeError:
-            # Half of a surrogate pair (text cut inside an emoji, then stored as JSON): encoded as U+FFFD.
-            whole = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in distinct]
-            encodings = self._backend.encode_batch_fast(whole, add_special_tokens=False)
-        return {text: np.array(e.ids, dtype=np.int32) for text, e in zip(distinct, encodings, strict=True)}
+        if self._cache is None:
+            return dict(zip(distinct, self.encode(distinct), strict=True))
+        known = dict(zip(distinct, self._cache.find(distinct), strict=True))
+        missing = [text for text, ids in known.items() if ids is None]
+        return {**known, **dict(zip(missing, self.encode(missing), strict=True))}
 
     def _cut(self, ids: list[np.ndarray], kept: np.ndarray) -> list[np.ndarray]:
         if self._cut_from == "left":
@@ -131,12 +160,25 @@ class TextTokenizer:
         return [row[:count] for row, count in zip(ids, kept, strict=True)]
 
 
-def load_tokenizer(path: Path, max_length: int, *, texts: int = 2) -> TextTokenizer:
+def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Callable[[Sequence[str]], list[np.ndarray]]]:
+    """Name, reason and function of what encodes."""
+    reason = "asked for"
+    if fast:
+        try:
+            return "tokie", "it serves this vocabulary", FastEncoder(backend).encode
+        except ImportError:
+            reason = "tokie is not installed"
+        except (ValueError, OSError) as error:
+            reason = str(error)
+    return "tokenizers", reason, partial(encode_with_tokenizers, backend)
+
+
+def load_tokenizer(path: Path, max_length: int, *, texts: int = 2, fast: bool = True) -> TextTokenizer:
     """The tokenizer of the model folder ``path``, as transformers (hence sentence-transformers) builds it.
 
-    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less. ``texts`` is
-    as in `TextTokenizer`. Raises `TilerankError` for a folder without a vocabulary, or with one that has fewer than
-    half as many tokens as the model (transformers makes do with a handful of special tokens, in silence).
+    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less. ``texts`` and
+    ``fast`` are as in `TextTokenizer`. Raises `TilerankError` for a folder without a vocabulary, or with one that has
+    fewer than half as many tokens as the model (transformers makes do with a handful of special tokens, in silence).
     """
     if not any(file.is_file() for pattern in _VOCABULARIES for file in path.glob(pattern)):
         raise TilerankError(f"{path}: no usable tokenizer (the folder has none of {', '.join(_VOCABULARIES)})")
@@ -156,6 +198,7 @@ def load_tokenizer(path: Path, max_length: int, *, texts: int = 2) -> TextTokeni
         pad_id=loaded.pad_token_id or 0,
         cut_from=loaded.truncation_side,
         texts=texts,
+        fast=fast,
     )
 
 

@@ -8,19 +8,22 @@ import os
 import stat
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tilerank.bench import baseline, rerank
+from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
-from tilerank.bench.rerank import CROSS_ENCODER, OURS, TUNED, Call, RerankSetup
+from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, RerankSetup
 from tilerank.bench.timing import Row
 from tilerank.errors import TilerankError
 from tilerank.profiling import NsysError, run_nsys
 from tilerank.quality import Task
+from tilerank.token_cache import write_tokens
+from tilerank.tokenization import load_tokenizer
 
 WORDS = ("does", "aspirin", "reduce", "fever", "in", "adults", "the", "of", "with", "infection", "heart", "risk")
 QUERY = "does aspirin reduce fever"
@@ -84,6 +87,10 @@ def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
         half = scorer(path, kind, "bf16", "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
         assert 1e-4 < np.abs(half - exact).max() < 1, scorer.__name__  # the dtype asked for is the one that runs
         assert scorer(path, kind, "fp32", "cpu", 48).score(QUERY, ()).shape == (0,)
+    many = SentenceTransformersScorer(path, kind, "fp32", "cpu", 48)
+    pairs = [*((QUERY, passage) for passage in PASSAGES), ("heart risk", PASSAGES[3])]
+    expected = [*exact, *many.score("heart risk", PASSAGES[3:4])]
+    np.testing.assert_allclose(many.score_pairs(pairs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
@@ -106,33 +113,107 @@ def test_arithmetic_restores_the_process_setting():
     assert matmul.fp32_precision == before
 
 
-def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rerank, "BATCH_SIZES", (2, 4))
-    setup = setup_of(model)
+def token_cache(setup: RerankSetup, folder: Path) -> Path:
+    """A cache of one of the passages, so that the others take the tokenizer."""
+    tokenizer = load_tokenizer(setup.path, setup.max_length)
+    write_tokens(folder / "passages.tokens", tokenizer.digest, tokenizer.encode, PASSAGES[2:4])
+    return folder / "passages.tokens"
+
+
+def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(rerank.BATCH_SIZES, "cpu", (2, 4))
+    setup = replace(setup_of(model), token_cache=token_cache(setup_of(model), tmp_path))
     calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
     record = rerank.bench_precision(setup, "fp32", calls, rerank.reference_scores(setup, calls), rounds=3)
     assert "failures" not in record
     assert record["repetitions"] == 6
     assert 0 < record["p10_ms"] <= record["ms"] <= record["p90_ms"]
-    for name in (OURS, CROSS_ENCODER, TUNED):
-        assert record["batch_sizes"][name] in (2, 4)
+    assert record["cached_ms"] > 0
+    for name in (OURS, CACHED, CROSS_ENCODER, TUNED):
         assert record["max_abs_error"][name] <= record["tolerance"]
     for name in (CROSS_ENCODER, TUNED):
+        assert record["batch_sizes"][name] in (2, 4)
         assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
-    assert 0 < record["pairs_per_s"] < 1e6
+    assert (record["host_path"], record["attention"], record["tokenizer"]) == ("prepacked", "sdpa", "tokenizers")
     json.dumps(record, allow_nan=False)
+    padded, alone = replace(setup, host_path="padded", token_cache=None), calls[:1]
+    named = rerank.bench_precision(padded, "fp32", alone, rerank.reference_scores(setup, alone), rounds=1)
+    assert named["host_path"] == "padded"
+    assert "cached_ms" not in named
+
+
+def test_steps_of_the_host_path(model: tuple[Path, str], tmp_path: Path):
+    setup = replace(setup_of(model), token_cache=token_cache(setup_of(model), tmp_path))
+    calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
+    reference = rerank.reference_scores(setup, calls)
+    steps = rerank.bench_steps(setup, "fp32", calls, reference, rounds=2)
+    assert list(steps) == ["padded", "fast_tokens", "packed", "prepacked", "cached"]
+    for step in steps.values():
+        assert 0 < step["p10_ms"] <= step["ms"] <= step["p90_ms"]
+        assert all(step[f"{phase}_ms"] > 0 for phase in rerank.PHASES)
+        assert step["forward_ms"] > step["scores_ms"]
+    half = rerank.bench_steps(replace(setup, token_cache=None), "bf16", calls, reference, rounds=1)
+    assert list(half) == ["padded", "fast_tokens", "packed"]
+    json.dumps(steps, allow_nan=False)
+
+
+def test_a_wrong_step_has_no_time(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    setup = setup_of(model)
+    right = rerank._score
+    monkeypatch.setattr(
+        rerank, "_score", lambda ours, call: right(ours, call) + (0.1 if ours.host_path.name == "packed" else 0)
+    )
+    steps = rerank.bench_steps(
+        setup, "fp32", [Call(QUERY, PASSAGES)], rerank.reference_scores(setup, [Call(QUERY, PASSAGES)]), 1
+    )
+    assert "above" in steps["packed"]["failure"]
+    assert "ms" not in steps["packed"]
+    assert steps["prepacked"]["ms"] > 0
+
+
+def test_many_queries_at_once(model: tuple[Path, str]):
+    record = rerank.bench_many(setup_of(model), "fp32", (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3])), 2)
+    assert record["many_pairs"] == 8
+    assert 0 < record["pairs_per_s"] < 1e6
+    assert record["cross_encoder_pairs_per_s"] > 0
+    assert record["many_batch_size"] == 32
+
+
+def test_forward_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(forward, "SEED_LENGTHS", (40, 3, 17, 60))
+    record = forward.bench_forward(setup_of(model), "fp32", warmup=0, rounds=2)
+    assert "failures" not in record
+    assert set(record["max_abs_error"]) == {"tilerank", "packed_library", "transformers_sdpa"}
+    for name in ("packed_library", "transformers_sdpa"):
+        assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
+    monkeypatch.setattr(forward, "_packed", lambda *_: lambda: torch.full((4, 1), float("nan")))
+    wrong = forward.bench_forward(setup_of(model), "fp32", warmup=0, rounds=1)
+    assert set(wrong["failures"]) == {"tilerank", "packed_library"}
+    assert not {"ms", "packed_library_ms", "speedup_vs_transformers_sdpa"} & set(wrong)
+
+
+def test_phases_add_up_to_the_call(model: tuple[Path, str]):
+    reranker = rerank.make_reranker(setup_of(model), "fp32")
+    call = Call(QUERY, PASSAGES)
+    start = time.perf_counter()
+    phases = rerank.time_phases(reranker, call)
+    total = time.perf_counter() - start
+    assert list(phases) == list(rerank.PHASES)
+    assert 0.5 * total < sum(phases.values()) <= total
+    pairs = [(QUERY, passage) for passage in PASSAGES]
+    np.testing.assert_array_equal(reranker.score_in_steps(pairs, lambda: None), reranker.score(pairs).logits)
 
 
 def test_a_wrong_reranker_has_no_time(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rerank, "BATCH_SIZES", (4,))
+    monkeypatch.setitem(rerank.BATCH_SIZES, "cpu", (4,))
     setup = setup_of(model)
     calls = (Call(QUERY, PASSAGES),)
     reference = rerank.reference_scores(setup, calls)
-    right = rerank._ours(setup, "fp32")
-    monkeypatch.setattr(rerank, "_ours", lambda *_: lambda call, size: right(call, size)[::-1])
+    right = rerank._score
+    monkeypatch.setattr(rerank, "_score", lambda ours, call: right(ours, call)[::-1])
     record = rerank.bench_precision(setup, "fp32", calls, reference, rounds=2)
     assert "above" in record["failures"][OURS]
-    assert not {"ms", "p90_ms", "pairs_per_s", "speedup_vs_tuned_peer"} & set(record)
+    assert not {"ms", "p90_ms", "speedup_vs_tuned_peer"} & set(record)
     assert record["tuned_peer_ms"] > 0
 
 
@@ -145,12 +226,10 @@ def test_summarise_pools_calls_and_names_noise():
             OURS: rows(OURS, (0.1, 0.1), (0.3, 0.3)),
             CROSS_ENCODER: rows(CROSS_ENCODER, (0.4, 0.4), (0.8, 0.8)),
             TUNED: rows(TUNED, (0.05, 0.2), (0.1, 0.9)),
-        },
-        pairs=80,
+        }
     )
     assert record["ms"] == pytest.approx(200)
     assert record["speedup_vs_cross_encoder"] == pytest.approx(3)
-    assert record["pairs_per_s"] == pytest.approx(100)
     assert record["noise"] == ["speedup_vs_tuned_peer"]
 
 
@@ -159,7 +238,7 @@ def test_the_quickest_batch_size_is_taken():
         time.sleep(0 if batch_size == 16 else 0.02)
         return np.zeros(1, np.float32)
 
-    assert rerank._best_batch_size("a", system, Call("q", ("p",)), repetitions=2) == 16
+    assert rerank._best_batch_size("a", system, Call("q", ("p",)), (8, 16, 32), repetitions=2) == 16
 
 
 def test_calls_of_leaves_out_queries_without_candidates():

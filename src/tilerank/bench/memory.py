@@ -5,13 +5,27 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Peaks in 10^6 bytes."""
+
+    allocated: float  # held by tensors
+    reserved: float  # held by torch's allocator, pools of CUDA graphs included
+
+
 def peak_device_mb(make: Callable[[], Callable[[], Any]]) -> float:
-    """Peak CUDA memory (10^6 bytes) that ``make()`` and one call of what it returns take through torch.
+    """`peak_device_memory`, what tensors held."""
+    return peak_device_memory(make).allocated
+
+
+def peak_device_memory(make: Callable[[], Callable[[], Any]]) -> PeakMemory:
+    """Peak CUDA memory that ``make()`` and one call of what it returns take through torch.
 
     Weights and activations count; what was allocated before does not. ``make`` must build its own model, and
     everything it built is freed afterwards.
@@ -19,16 +33,18 @@ def peak_device_mb(make: Callable[[], Callable[[], Any]]) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     run = make()
     run()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = PeakMemory(
+        (torch.cuda.max_memory_allocated() - allocated) / 1e6, (torch.cuda.max_memory_reserved() - reserved) / 1e6
+    )
     del run
     gc.collect()
     torch.cuda.empty_cache()
-    return peak / 1e6
+    return peak
 
 
 def peak_process_mb() -> float:

@@ -177,15 +177,21 @@ class SentenceTransformersScorer:
 
     def score(self, query: str, passages: Sequence[str]) -> np.ndarray:
         """`CrossEncoder.predict` without its activation, or `encode` and cosine, ``[len(passages)]``."""
-        if not passages:
+        return self.score_pairs([(query, passage) for passage in passages])
+
+    def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The same for pairs of any queries, ``[len(pairs)]``; each distinct text of a bi-encoder is encoded once."""
+        if not pairs:
             return np.zeros(0, np.float32)
         options = {"batch_size": self.batch_size, "show_progress_bar": False}
         with arithmetic(self._precision):
             if self._is_cross_encoder:
-                pairs = [(query, passage) for passage in passages]
-                return self._model.predict(pairs, activation_fn=torch.nn.Identity(), **options)
-            vectors = self._model.encode([query, *passages], convert_to_tensor=True, **options)
-            return _to_numpy(_cosines(vectors))
+                return self._model.predict(list(pairs), activation_fn=torch.nn.Identity(), **options)
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            places = {text: place for place, text in enumerate(texts)}
+            unit = torch.nn.functional.normalize(self._model.encode(texts, convert_to_tensor=True, **options), dim=-1)
+            first, second = ([places[pair[side]] for pair in pairs] for side in (0, 1))
+            return _to_numpy((unit[first] * unit[second]).sum(-1))
 
 
 class TunedScorer:

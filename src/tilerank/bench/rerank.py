@@ -1,7 +1,12 @@
-"""One query's passages from raw text to scores: `tilerank.Reranker` beside what people use today."""
+"""One query's passages from raw text to scores: `tilerank.Reranker` beside what people use today, by every host path.
+
+`bench_precision` times all systems interleaved, `bench_steps` the host paths beside each other with where their time
+goes, `bench_many` pairs of many queries at once.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,24 +18,38 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from tilerank.bench.memory import peak_device_mb
+from tilerank import host_path as host_paths
+from tilerank.bench.memory import PeakMemory, peak_device_memory
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
+from tilerank.encoder import PackedEncoder
 from tilerank.errors import TilerankError
 from tilerank.quality import Task
 from tilerank.reranker import Reranker
 
-# Each system gets the batch size it is quickest with on the first call.
-BATCH_SIZES = (8, 16, 32, 64)
+# Each peer gets the batch size it is quickest with on the first call. 32 is sentence-transformers' own; on a CPU
+# trying more costs more than it tells.
+BATCH_SIZES = {"cpu": (8, 32), "cuda": (8, 16, 32, 64)}
+MANY_BATCH_SIZES = {"cpu": (32,), "cuda": (64, 256)}
+
+STEP_CALLS = {"cpu": 1, "cuda": 10}
+"""Calls that the host paths are timed on."""
 
 # A score may be off by twice what the unmodified model is at the same precision, or by this where that model is
 # exact by luck: a few units in the last place of a logit near 10.
 ERROR_FLOORS = {"fp32": 2e-5, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
-OURS, CROSS_ENCODER, TUNED = "tilerank", "cross_encoder", "tuned_peer"
+OURS, CACHED, CROSS_ENCODER, TUNED = "tilerank", host_paths.CACHED, "cross_encoder", "tuned_peer"
 
-System: TypeAlias = Callable[["Call", int], np.ndarray]
-"""(call, batch size) -> logits or cosines ``[passages]``."""
+PHASES = ("tokens", "batches", "forward", "scores")
+"""Where the time of a host path goes: ids of the texts; batches formed and on the device; the model, launches and
+wait; scores on the host."""
+
+System: TypeAlias = Callable[["Call"], np.ndarray]
+"""Logits or cosines ``[passages]`` of a call."""
+
+Peer: TypeAlias = Callable[["Call", int], np.ndarray]
+"""The same, by a batch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,8 @@ class RerankSetup:
     max_length: int
     attention: str  # of `tilerank.Reranker`
     batch_size: int  # pairs a forward pass of the unmodified model
+    host_path: str = host_paths.AUTO  # of `tilerank.Reranker`
+    token_cache: Path | None = None  # holds the calls' passages; None: there is no such row
 
 
 def calls_of(task: Task) -> tuple[Call, ...]:
@@ -86,50 +107,74 @@ def bench_precision(
     reference: `reference_scores` of ``calls``. Times are over all calls and rounds. A system whose scores are
     wrong on any call has no times; ``failures`` says why.
     """
-    unmodified = _score_all(setup, precision, calls)
-    tolerances = [
-        max(2 * float(np.abs(scores - exact).max()), ERROR_FLOORS[precision])
-        for scores, exact in zip(unmodified, reference, strict=True)
-    ]
-    arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length)
-    systems: dict[str, System] = {
-        OURS: _ours(setup, precision),
-        CROSS_ENCODER: _peer(SentenceTransformersScorer(*arguments)),
-        TUNED: _peer(TunedScorer(*arguments)),
-    }
-    repetitions = 5 if setup.device == "cuda" else 1
-    sizes = {name: _best_batch_size(name, system, calls[0], repetitions) for name, system in systems.items()}
+    tolerances = _tolerances(setup, precision, calls, reference)
+    reranker = make_reranker(setup, precision)
+    systems: dict[str, System] = {OURS: partial(_score, reranker)}
+    if setup.token_cache is not None:
+        systems[CACHED] = partial(_score, make_reranker(setup, precision, token_cache=setup.token_cache))
+    sizes: dict[str, int] = {}
+    for name, peer in _peers(setup, precision).items():
+        repetitions = 5 if setup.device == "cuda" else 1
+        sizes[name] = _best_batch_size(name, peer, calls[0], BATCH_SIZES[setup.device], repetitions)
+        systems[name] = partial(peer, batch_size=sizes[name])
     clock = WallClock(setup.device)
     rows: dict[str, list[Row]] = {name: [] for name in systems}
     for number, (call, exact, tolerance) in enumerate(zip(calls, reference, tolerances, strict=True), start=1):
         cases = [
-            Case(name, partial(system, call, sizes[name]), _error_against(exact), tolerance)
-            for name, system in systems.items()
+            Case(name, partial(system, call), _error_against(exact), tolerance) for name, system in systems.items()
         ]
         description = f"rerank {precision}, query {number} of {len(calls)}"
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
         for row in measure(cases, clock, warmup=0, rounds=rounds, description=description):
             rows[row.name].append(row)
-    pairs = rounds * sum(len(call.passages) for call in calls)
-    record = summarise(rows, pairs)
+    record = summarise(rows)
     record["batch_sizes"] = sizes
+    record["host_path"], record["attention"] = reranker.host_path.name, reranker.attention
+    record["tokenizer"] = reranker.tokenizer.engine
+    if isinstance(reranker.encoder, PackedEncoder) and reranker.encoder.graphs is not None:
+        report = reranker.encoder.graphs.report()
+        record["graphs"] = {"captures": report.captures, "eager": report.eager, "waste": report.waste}
     return record
 
 
-def _ours(setup: RerankSetup, precision: str) -> System:
-    reranker = Reranker(
-        setup.path, device=setup.device, precision=precision, attention=setup.attention, max_length=setup.max_length
+def _tolerances(
+    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray]
+) -> list[float]:
+    """How far a score of each call may be from float64's: see `ERROR_FLOORS`."""
+    unmodified = _score_all(setup, precision, calls)
+    return [
+        max(2 * float(np.abs(scores - exact).max()), ERROR_FLOORS[precision])
+        for scores, exact in zip(unmodified, reference, strict=True)
+    ]
+
+
+def make_reranker(setup: RerankSetup, precision: str, host_path: str | None = None, **options: Any) -> Reranker:
+    """`tilerank.Reranker` as ``setup`` has it, or by another host path."""
+    return Reranker(
+        setup.path,
+        device=setup.device,
+        precision=precision,
+        attention=setup.attention,
+        max_length=setup.max_length,
+        host_path=host_path or setup.host_path,
+        **options,
     )
-    logits = torch.nn.Identity()
-
-    def score(call: Call, batch_size: int) -> np.ndarray:
-        pairs = [(call.query, passage) for passage in call.passages]
-        return reranker.predict(pairs, batch_size=batch_size, activation_fn=logits)
-
-    return score
 
 
-def _peer(scorer: SentenceTransformersScorer | TunedScorer) -> System:
+def _score(reranker: Reranker, call: Call) -> np.ndarray:
+    pairs = [(call.query, passage) for passage in call.passages]
+    return reranker.predict(pairs, activation_fn=torch.nn.Identity())
+
+
+def _peers(setup: RerankSetup, precision: str) -> dict[str, Peer]:
+    arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length)
+    return {
+        CROSS_ENCODER: _peer(SentenceTransformersScorer(*arguments)),
+        TUNED: _peer(TunedScorer(*arguments)),
+    }
+
+
+def _peer(scorer: SentenceTransformersScorer | TunedScorer) -> Peer:
     def score(call: Call, batch_size: int) -> np.ndarray:
         scorer.batch_size = batch_size
         return scorer.score(call.query, call.passages)
@@ -141,23 +186,22 @@ def _error_against(exact: np.ndarray) -> Callable[[np.ndarray], float]:
     return lambda scores: float(np.abs(np.asarray(scores, dtype=np.float64) - exact).max())
 
 
-def _best_batch_size(name: str, system: System, call: Call, repetitions: int) -> int:
-    """The batch size of `BATCH_SIZES` that is quickest on ``call``, by its best of ``repetitions``."""
-    system(call, BATCH_SIZES[0])  # warm-up
-    seconds = dict.fromkeys(BATCH_SIZES, float("inf"))
-    for size in tqdm(BATCH_SIZES, desc=f"batch size of {name}", leave=False, disable=None):
+def _best_batch_size(name: str, peer: Peer, call: Call, sizes: Sequence[int], repetitions: int) -> int:
+    """The batch size of ``sizes`` that is quickest on ``call``, by its best of ``repetitions``."""
+    peer(call, sizes[0])  # warm-up
+    seconds = dict.fromkeys(sizes, float("inf"))
+    for size in tqdm(sizes, desc=f"batch size of {name}", leave=False, disable=None):
         for _ in range(repetitions):
             start = time.perf_counter()
-            system(call, size)  # returns host memory: the device has finished
+            peer(call, size)  # returns host memory: the device has finished
             seconds[size] = min(seconds[size], time.perf_counter() - start)
-    return min(BATCH_SIZES, key=seconds.__getitem__)
+    return min(sizes, key=seconds.__getitem__)
 
 
-def summarise(rows: Mapping[str, Sequence[Row]], pairs: int) -> dict[str, Any]:
+def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     """The record ``rerank.<precision>`` from the rows of every system, one a call, in the same order.
 
-    pairs: pairs that our system scored in all its timed repetitions. A speedup whose repetition-by-repetition
-    p10 and p90 lie on both sides of 1 is listed under ``noise``.
+    A speedup whose repetition-by-repetition p10 and p90 lie on both sides of 1 is listed under ``noise``.
     """
     failures = {
         name: next(row.failure for row in found if row.failure)
@@ -177,7 +221,8 @@ def summarise(rows: Mapping[str, Sequence[Row]], pairs: int) -> dict[str, Any]:
             1e3 * value for value in (spread.median, spread.p10, spread.p90)
         )
         record["repetitions"] = spread.repetitions
-        record["pairs_per_s"] = pairs / float(seconds[OURS].sum())
+    if CACHED in seconds and CACHED not in failures:
+        record["cached_ms"] = 1e3 * Spread.of(seconds[CACHED]).median
     noise = []
     for name in (CROSS_ENCODER, TUNED):
         if name in failures:
@@ -197,15 +242,108 @@ def _finite(rows: Sequence[Row]) -> bool:
     return all(np.isfinite(row.error) for row in rows)
 
 
+def bench_steps(
+    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray], rounds: int
+) -> dict[str, Any]:
+    """Time the host paths of the device and of the model beside each other: ``rerank.<precision>.steps``.
+
+    For each path ``ms``, ``p10_ms`` and ``p90_ms`` as it runs, and of `PHASES` the median ``<phase>_ms`` of passes that
+    wait for the device after each: on a GPU their sum is above ``ms``, whose phases overlap. Where there is a token
+    cache the last path is timed with it too, as ``cached``. A path whose scores are wrong has ``failure`` instead.
+    """
+    last = make_reranker(setup, precision, host_paths.AUTO)
+    names = [path.name for path in host_paths.of_device(setup.device)]
+    names = names[: names.index(last.host_path.name) + 1]
+    rerankers = {name: make_reranker(setup, precision, name) for name in names[:-1]} | {names[-1]: last}
+    if setup.token_cache is not None:
+        rerankers[CACHED] = make_reranker(setup, precision, host_paths.AUTO, token_cache=setup.token_cache)
+    calls = calls[: STEP_CALLS[setup.device]]
+    tolerances = _tolerances(setup, precision, calls, reference[: len(calls)])
+    rows: dict[str, list[Row]] = {name: [] for name in rerankers}
+    phases: dict[str, list[Mapping[str, float]]] = {name: [] for name in rerankers}
+    for call, exact, tolerance in zip(calls, reference, tolerances, strict=False):
+        cases = [
+            Case(name, partial(_score, reranker, call), _error_against(exact), tolerance)
+            for name, reranker in rerankers.items()
+        ]
+        clock = WallClock(setup.device)
+        for row in measure(cases, clock, warmup=0, rounds=rounds, description=f"host paths {precision}"):
+            rows[row.name].append(row)
+        for name, reranker in rerankers.items():
+            phases[name] += [time_phases(reranker, call) for _ in range(rounds)]
+    return {name: _step_record(rows[name], phases[name]) for name in rerankers}
+
+
+def _step_record(rows: Sequence[Row], phases: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    failure = next((row.failure for row in rows if row.failure), None)
+    if failure is not None:
+        return {"failure": failure}
+    spread = Spread.of(np.concatenate([row.seconds for row in rows]))
+    return {
+        "ms": 1e3 * spread.median,
+        "p10_ms": 1e3 * spread.p10,
+        "p90_ms": 1e3 * spread.p90,
+        **{f"{phase}_ms": 1e3 * statistics.median(one[phase] for one in phases) for phase in PHASES},
+        "max_abs_error": max(row.error for row in rows),
+    }
+
+
+def time_phases(reranker: Reranker, call: Call) -> dict[str, float]:
+    """Seconds of each of `PHASES` in one call, the device idle between them."""
+    marks = [time.perf_counter()]
+
+    def mark() -> None:
+        if reranker.device.type == "cuda":
+            torch.cuda.synchronize(reranker.device)
+        marks.append(time.perf_counter())
+
+    reranker.score_in_steps([(call.query, passage) for passage in call.passages], mark)
+    return {phase: end - start for phase, start, end in zip(PHASES, marks[:-1], marks[1:], strict=True)}
+
+
+def bench_many(setup: RerankSetup, precision: str, calls: Sequence[Call], rounds: int) -> dict[str, Any]:
+    """Pairs a second over all calls at once: `Reranker.rank_many` beside sentence-transformers, which sorts its batches
+    by length itself, at its best batch size of `MANY_BATCH_SIZES`. Part of ``rerank.<precision>``.
+    """
+    reranker = make_reranker(setup, precision)
+    queries, candidates = [call.query for call in calls], [call.passages for call in calls]
+    pairs = [(call.query, passage) for call in calls for passage in call.passages]
+    theirs = SentenceTransformersScorer(setup.path, setup.kind, precision, setup.device, setup.max_length)
+    sizes = MANY_BATCH_SIZES[setup.device]
+    best = dict.fromkeys((OURS, *sizes), float("inf"))
+    warmup = 1 if setup.device == "cuda" else 0  # graphs, and what the allocator keeps
+    for turn in range(warmup + rounds):
+        for key in best:
+            start = time.perf_counter()
+            if key == OURS:
+                reranker.rank_many(queries, candidates)
+            else:
+                theirs.batch_size = key
+                theirs.score_pairs(pairs)
+            if turn >= warmup:
+                best[key] = min(best[key], time.perf_counter() - start)
+    size = min(sizes, key=best.__getitem__)
+    return {
+        "pairs_per_s": len(pairs) / best[OURS],
+        "cross_encoder_pairs_per_s": len(pairs) / best[size],
+        "many_batch_size": size,
+        "many_pairs": len(pairs),
+    }
+
+
 def memory_record(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> dict[str, float]:
-    """``memory.<precision>``: peak CUDA memory of the call with the most text, weights included."""
+    """``memory.<precision>``: peak CUDA memory of the call with the most text, weights included: what tensors held,
+    and (``reserved``) what torch's allocator held for them and for graphs."""
     call = max(calls, key=lambda one: sum(map(len, one.passages)))
 
     def ours() -> Callable[[], Any]:
-        return partial(_ours(setup, precision), call, setup.batch_size)
+        return partial(_score, make_reranker(setup, precision), call)
 
     def unmodified() -> Callable[[], Any]:
         scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
         return partial(scorer.score, call.query, call.passages)
 
-    return {"peak_mb": peak_device_mb(ours), "baseline_peak_mb": peak_device_mb(unmodified)}
+    def record(prefix: str, peak: PeakMemory) -> dict[str, float]:
+        return {f"{prefix}peak_mb": peak.allocated, f"{prefix}reserved_mb": peak.reserved}
+
+    return record("", peak_device_memory(ours)) | record("baseline_", peak_device_memory(unmodified))

@@ -1,4 +1,4 @@
-"""Replace a folder of outputs as a whole, so that no process, however it ends, leaves half of one behind."""
+"""Replace a folder or a file of outputs as a whole, so that no process, however it ends, leaves half of one behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from tilerank.errors import TilerankError
 
@@ -41,11 +42,42 @@ def whole_folder(path: Path) -> Iterator[Path]:
         ) from error
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream whose file takes ``path``'s place when the body ends well.
+
+    At every moment ``path`` is the old file, the new one, or absent; whoever has the old one open keeps it. Failures,
+    and what killed processes left, are dealt with as in `whole_folder`.
+    """
+    if path.is_dir():
+        raise TilerankError(f"{path} is a folder, but the output is a file; name another")
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        try:
+            with new.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise TilerankError(
+            f"{path} cannot be written ({error.strerror or error}); free the disk or mend its permissions"
+        ) from error
+
+
 def _remove_leftovers(path: Path) -> None:
-    for folder in path.parent.glob(f".{path.name}.*"):
-        pid, _, state = folder.name.removeprefix(f".{path.name}.").partition(".")
-        if state in ("new", "old") and pid.isdigit() and not _is_another_process(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    for left in path.parent.glob(f".{path.name}.*"):
+        pid, _, state = left.name.removeprefix(f".{path.name}.").partition(".")
+        if state not in ("new", "old") or not pid.isdigit() or _is_another_process(int(pid)):
+            continue
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def _is_another_process(pid: int) -> bool:

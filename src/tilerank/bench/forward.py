@@ -1,0 +1,88 @@
+"""The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same with torch's own
+attention, and transformers' padded model.
+
+Wall times of synchronised passes, so that launches count where they set the pace. The model's limit cuts the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilerank.bench.peers import HuggingFaceScorer
+from tilerank.bench.rerank import ERROR_FLOORS, RerankSetup, make_reranker
+from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
+from tilerank.bench.workloads import SEED_LENGTHS
+from tilerank.models import describe
+from tilerank.tokenization import Tokens
+
+OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
+WARMUP, ROUNDS = 5, 40
+
+
+def seed_tokens(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Tokens:
+    """Random ids of these lengths (no special tokens: the first 1,000 ids have them), the last two thirds of each
+    sequence a passage's."""
+    first = 1000 if vocabulary > 2000 else 0
+    counts = np.array(lengths, dtype=np.int64)
+    ids = np.random.default_rng(seed).integers(first, vocabulary, counts.sum(), dtype=np.int32)
+    types = np.concatenate([np.arange(count) >= count // 3 for count in counts]).astype(np.int32)
+    return Tokens(ids, types, counts, np.zeros(len(counts), dtype=bool))
+
+
+def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, rounds: int = ROUNDS) -> dict[str, Any]:
+    """``forward.<precision>``: medians in ms and how many times sooner ours ends than each of the others.
+
+    A pass whose logits (vectors) are wrong has no time; ``failures`` says why. A ratio below the spread is listed under
+    ``noise``.
+    """
+    description = describe(setup.path)
+    limit = min(setup.max_length, description.own_max_length or setup.max_length)
+    tokens = seed_tokens(description.vocabulary_size or 1000, [min(count, limit) for count in SEED_LENGTHS])
+    exact = _padded(setup, "fp64", tokens)()
+    runs = {
+        OURS: _packed(setup, precision, tokens),
+        LIBRARY: _packed(replace(setup, attention="sdpa"), precision, tokens),
+        TRANSFORMERS: _padded(setup, precision, tokens),
+    }
+
+    def error(found: torch.Tensor) -> float:
+        return float((found.double() - exact).abs().max())
+
+    tolerance = max(2 * error(runs[TRANSFORMERS]()), ERROR_FLOORS[precision])
+    cases = [Case(name, run, error, tolerance) for name, run in runs.items()]
+    rows = measure(cases, WallClock(setup.device), warmup=warmup, rounds=rounds, description=f"forward {precision}")
+    record: dict[str, Any] = {"max_abs_error": {row.name: row.error for row in rows if np.isfinite(row.error)}}
+    if failures := {row.name: row.failure for row in rows if row.failure}:
+        record["failures"] = failures
+    ours, *theirs = (row.spread for row in rows)
+    if ours is not None:
+        record |= {"ms": 1e3 * ours.median, "p10_ms": 1e3 * ours.p10, "p90_ms": 1e3 * ours.p90}
+    compared: dict[str, Ratio] = {}
+    for name, spread in zip((LIBRARY, TRANSFORMERS), theirs, strict=True):
+        if spread is not None:
+            record[f"{name}_ms"] = 1e3 * spread.median
+            if ours is not None:
+                compared[f"speedup_vs_{name}"] = ratio(ours, spread)
+    record |= {key: found.value for key, found in compared.items()}
+    if noise := [key for key, found in compared.items() if found.is_noise]:
+        record["noise"] = noise
+    return record
+
+
+def _packed(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
+    reranker = make_reranker(setup, precision)
+    return reranker.forward_of(tokens)
+
+
+def _padded(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
+    scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
+    ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(tokens.lengths)), 0)).to(setup.device)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if describe(setup.path).uses_token_types:
+        inputs["token_type_ids"] = types
+    return lambda: scorer.forward(inputs)

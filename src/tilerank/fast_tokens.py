@@ -1,0 +1,140 @@
+"""Token ids by ``tokie``, where they are proven to be those of ``tokenizers``. Imports no torch.
+
+``tokie`` is several times faster, but not equal everywhere: its Unicode tables are newer (an unassigned code point, or
+one that Unicode added lately, is dropped by one and kept by the other), and it passes over some settings in silence.
+So a vocabulary is served only when its settings are those of `SERVED`, a text only when all of its characters are in
+`AGREED`, and a sample of the vocabulary itself is compared when it is loaded. Everything else goes to ``tokenizers``:
+a text in silence, since its ids are the same either way, a vocabulary by name (see `TextTokenizer.engine`).
+
+The tests compare the two on every character of `AGREED`, on random strings of them and on whole data sets.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+AGREED = (
+    (0x0000, 0x007E),  # ASCII but for delete
+    (0x0080, 0x0377),  # Latin with its marks, phonetics, the first of Greek
+    (0x03A3, 0x052F),  # Greek, Cyrillic
+    (0x1DFC, 0x1F15),  # Latin with more marks
+    (0x2000, 0x2064),  # punctuation and spaces
+    (0x20A0, 0x20C0),  # currencies
+    (0x2100, 0x218B),  # letterlike symbols, number forms
+    (0x2190, 0x2429),  # arrows, operators, technical symbols
+    (0x2460, 0x2B73),  # enclosed, box drawing, shapes, dingbats
+    (0x3000, 0x303F),  # punctuation of Chinese and Japanese
+    (0x3041, 0x3096),
+    (0x3099, 0x30FF),  # kana
+    (0x3220, 0xA48C),  # Chinese characters, Yi
+    (0xAC00, 0xD7A3),  # Hangul syllables
+    (0xFB00, 0xFB06),  # ligatures
+    (0xFE00, 0xFE0F),  # which form of a pictograph is meant
+    (0xFEFF, 0xFEFF),  # byte order mark
+    (0xFF01, 0xFFBE),  # full and half width forms
+    (0xFFFD, 0xFFFD),  # what could not be read
+    (0x1F300, 0x1F6D7),
+    (0x1F900, 0x1FA53),  # pictographs
+)
+"""First and last code point of each range of characters that both tokenizers treat alike, alone and together."""
+
+SERVED: dict[str, dict[str, Any]] = {
+    "model": {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+    "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None},
+    "pre_tokenizer": {"type": "BertPreTokenizer"},
+}
+"""Settings of a tokenizer.json that ``tokie`` was seen to honour; lowercase or not is its choice."""
+
+_ADDED = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+_PROBES = 512
+
+_IS_AGREED = np.zeros(0x110000, dtype=bool)
+for _first, _last in AGREED:
+    _IS_AGREED[_first : _last + 1] = True
+
+
+class FastEncoder:
+    """``tokie`` over one vocabulary, with ``tokenizers`` for the texts that it may encode otherwise.
+
+    Raises ValueError, with the reason, for a vocabulary that it does not serve, and ImportError without ``tokie``.
+    Never changed after that, so that several threads may encode.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        import tokie
+
+        settings = json.loads(backend.to_str())
+        if reason := refusal(settings):
+            raise ValueError(reason)
+        self._backend = backend
+        with tempfile.TemporaryDirectory(prefix="tilerank-") as folder:
+            file = Path(folder) / "tokenizer.json"  # tokie reads nothing but files
+            file.write_text(json.dumps({**settings, "truncation": None, "padding": None}), encoding="utf-8")
+            self._fast = tokie.Tokenizer.from_json(str(file))
+        probes = _probes(list(settings["model"]["vocab"]))
+        for text, ours, theirs in zip(
+            probes, self.encode(probes), encode_with_tokenizers(backend, probes), strict=True
+        ):
+            if not np.array_equal(ours, theirs):
+                raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, int32, without special tokens."""
+        agreed = [is_agreed(text) for text in texts]
+        fast = iter(self._fast.encode_batch([t for t, a in zip(texts, agreed, strict=True) if a], False))
+        others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
+        slow = iter(encode_with_tokenizers(self._backend, others))
+        return [np.array(next(fast).ids, dtype=np.int32) if is_fast else next(slow) for is_fast in agreed]
+
+
+def is_agreed(text: str) -> bool:
+    """Whether every character of ``text`` is in `AGREED`."""
+    if text.isascii():
+        return "\x7f" not in text
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return bool(_IS_AGREED[points].all())
+
+
+def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Token ids of each text by ``tokenizers``, int32, without special tokens."""
+    try:
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    except TypeError:
+        # Half of a surrogate pair (text cut inside an emoji, then stored as JSON): encoded as U+FFFD.
+        whole = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
+        encodings = backend.encode_batch_fast(whole, add_special_tokens=False)
+    return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+def refusal(settings: dict[str, Any]) -> str | None:
+    """Why a tokenizer.json is not served (the setting, its value, what is served), or None when it is."""
+    for section, wanted in SERVED.items():
+        found = settings.get(section) or {}
+        for key, value in wanted.items():
+            if found.get(key) != value:
+                return f"{section}.{key} is {found.get(key)!r}; tokie serves {value!r}"
+    vocabulary = settings["model"]["vocab"]
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        return f"the {len(vocabulary)} ids of the vocabulary leave gaps; tokie numbers them without"
+    for token in settings.get("added_tokens") or ():
+        for key, value in _ADDED.items():
+            if token.get(key) != value:
+                return f"the added token {token.get('content')!r} has {key}={token.get(key)!r}; tokie serves {value!r}"
+    return None
+
+
+def _probes(vocabulary: list[str]) -> list[str]:
+    """Texts that show a vocabulary read wrong: some of its words, in runs, cut short, and longer than any word."""
+    words = [word.removeprefix("##") for word in vocabulary[:: max(1, len(vocabulary) // _PROBES)]]
+    texts = [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
+    texts += ["".join(words[start : start + 3]) for start in range(0, len(words), 24)]
+    return [text for text in [*texts, "a" * 100, "a" * 101, "Ünïcode, naïve: 漢字 😀 (x)", ""] if is_agreed(text)]

@@ -1,0 +1,91 @@
+"""The ways from raw text to scores, each one idea after the one before it, with what was expected of it.
+
+`Reranker` takes one of them; ``bench_rerank`` times all that run on its device beside each other, in one process. As
+on the ladder of kernels, a prediction was written before anything was timed end to end, and is answered by
+``rerank.<precision>.steps`` of the records. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO = "auto"
+"""The last path that the device and the model are served by."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPath:
+    """One way to run a model. The switches are independent; `PATHS` turns them on one after another."""
+
+    name: str
+    idea: str
+    prediction: str  # before measuring, and why; MiniLM-L6, one query with 50 SciFact passages
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    fast_tokens: bool = False  # tokie, where its ids are proven to be equal
+    packed: bool = False  # sequences back to back instead of a padded batch
+    prepacked: bool = False  # linear layers by oneDNN, their weights laid out once
+    graphs: bool = False  # a CUDA graph for each bucket of total tokens
+
+
+PATHS = (
+    HostPath(
+        "padded",
+        "Batches of like lengths, padded; ids by `tokenizers`, without the padded tensors of its wrapper.",
+        "H200, fp16: 18 ms. Ids take 9 ms and the launches of the forward pass 7. Two cores, fp32: within a tenth of "
+        "`CrossEncoder` at its best batch size, since both sort by length and run the same products.",
+    ),
+    HostPath(
+        "fast_tokens",
+        "Ids by `tokie` where they are proven to be equal.",
+        "H200, fp16: 11 ms. 18,000 tokens take 1 ms instead of 9 and become arrays in 0.5. Two cores: nothing that is "
+        "above the spread, since ids are under a hundredth of the time.",
+        fast_tokens=True,
+    ),
+    HostPath(
+        "packed",
+        "One row of tokens instead of a padded batch; after the last attention only the classifier's tokens go on.",
+        "H200, fp16: 8 ms. No mask is built and a third of the tokens goes, but some 110 launches still cost 5 ms. Two "
+        "cores: 1.2 times sooner; the last layer keeps 2 of its 12 matrix products a token, a seventh of all.",
+        fast_tokens=True,
+        packed=True,
+    ),
+    HostPath(
+        "prepacked",
+        "Linear layers by oneDNN, with weights that are laid out for it once.",
+        "Two cores: 1.7 times sooner where MKL takes its slow path (a processor that is not Intel's): three quarters "
+        "of the time are these layers, and alone they ran 2.3 times sooner. Nothing on Intel's.",
+        devices=("cpu",),
+        fast_tokens=True,
+        packed=True,
+        prepacked=True,
+    ),
+    HostPath(
+        "graphs",
+        "The launches of one forward pass as a CUDA graph, one for each bucket of total tokens.",
+        "H200, fp16: 4 ms. The kernels alone take 1.9 ms in a graph; ids, one copy in, one out are the rest.",
+        devices=("cuda",),
+        fast_tokens=True,
+        packed=True,
+        graphs=True,
+    ),
+)
+"""In order: each is the one before it (of those that the device has) and one idea more."""
+
+CACHED = "cached"
+CACHED_IDEA = "The last path, with the passages' ids from a token cache instead of the tokenizer."
+CACHED_PREDICTION = (
+    "H200, fp16: 3 ms. A digest and a look-up of each passage take 0.3 ms instead of 1.5. Two cores: nothing."
+)
+
+
+def find(name: str) -> HostPath:
+    """The path called ``name``; ValueError with the names that exist."""
+    for path in PATHS:
+        if path.name == name:
+            return path
+    raise ValueError(f"host_path is {name!r}; allowed: {AUTO}, {', '.join(path.name for path in PATHS)}")
+
+
+def of_device(device: str) -> tuple[HostPath, ...]:
+    """The paths that ``device`` (cpu or cuda) has, in order."""
+    return tuple(path for path in PATHS if device in path.devices)

@@ -1,0 +1,91 @@
+"""Packed batches: which sequences go together, and how they lie in memory."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tilerank.tokenization import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Sequences back to back, as one row of int32: ids, type ids and positions ``[tokens]``, bounds
+    ``[sequences + 1]``, the index of each first token ``[sequences]``.
+
+    A batch may be filled up: tokens after the last sequence belong to none, sequences after it are empty.
+    """
+
+    values: torch.Tensor
+    tokens: int
+    sequences: int
+    used_tokens: int
+    used_sequences: int
+    longest: int  # tokens of the longest sequence
+
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Views of ``values``: ids, type ids, positions, bounds, first tokens."""
+        sizes = [self.tokens] * 3 + [self.sequences + 1, self.sequences]
+        return self.values[: sum(sizes)].split(sizes)
+
+
+def size_of(tokens: int, sequences: int) -> int:
+    """Values of a batch of this shape."""
+    return 3 * tokens + 2 * sequences + 1
+
+
+def plan(lengths: np.ndarray, budget: int, most_sequences: int | None = None) -> list[np.ndarray]:
+    """Group sequences of ``lengths`` into as few batches as hold ``budget`` tokens each, of nearly equal size.
+
+    The longest sequence goes to the emptiest batch, so that no batch has more than ``budget`` and one sequence.
+    ``most_sequences`` bounds a batch too. Returns indices into ``lengths``, each in exactly one batch.
+    """
+    if not len(lengths):
+        return []
+    count = max(-(-int(lengths.sum()) // budget), -(-len(lengths) // (most_sequences or len(lengths))))
+    batches: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, number) for number in range(count)]
+    for index in np.argsort(-lengths, kind="stable"):
+        tokens, number = heapq.heappop(emptiest)
+        batches[number].append(int(index))
+        if len(batches[number]) != most_sequences:
+            heapq.heappush(emptiest, (tokens + int(lengths[index]), number))
+    return [np.array(batch, dtype=np.int64) for batch in batches if batch]
+
+
+def fill(
+    values: np.ndarray,
+    tokens: Tokens,
+    rows: np.ndarray,
+    shape: tuple[int, int],
+    *,
+    with_types: bool,
+    positions_from: int,
+) -> None:
+    """Write the sequences ``rows`` of ``tokens`` into ``values``, as `PackedBatch` of ``shape`` (tokens, sequences).
+
+    positions_from: the number of a first token's position. A shape with empty sequences needs a token that belongs to
+    none: it stands for their first.
+    """
+    total, sequences = shape
+    lengths = tokens.lengths[rows]
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    used = int(bounds[-1])
+    if total < used + (sequences > len(rows)):
+        raise ValueError(f"{used} tokens in {len(rows)} sequences do not fit {total} tokens in {sequences}")
+    positions = np.arange(used) - np.repeat(bounds[:-1], lengths)
+    source = positions + np.repeat((np.cumsum(tokens.lengths) - tokens.lengths)[rows], lengths)
+    values[:] = 0
+    ids, types, places = values[: 3 * total].reshape(3, total)
+    ids[:used] = tokens.ids[source]
+    if with_types:
+        types[:used] = tokens.type_ids[source]
+    places[:used] = positions + positions_from
+    ends, first = values[3 * total : -sequences], values[-sequences:]
+    ends[: len(bounds)] = bounds
+    ends[len(bounds) :] = used
+    first[:] = total - 1
+    first[: len(rows)] = bounds[:-1]

@@ -1,0 +1,80 @@
+"""The host paths: what was expected of each, what was measured, and where its milliseconds go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tilerank import host_path
+from tilerank.report.figures import LINE, MUTED, OURS, REST, Picture, _picture
+from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
+from tilerank.report.tables import ABSENT, Table, markdown, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGE = "docs/host_path.md"
+TABLE = "host_path"
+"""Where the table stands, and its marker's name."""
+
+PHASES = (
+    ("tokens", "ids of the texts", MUTED),
+    ("batches", "batches, to the device", LINE),
+    ("forward", "model", OURS),
+    ("scores", "scores, to the host", REST),
+)
+"""Key, label and colour of what `tilerank.bench.rerank.PHASES` are."""
+
+_IDEAS = [
+    *((path.name, path.idea, path.prediction) for path in host_path.PATHS),
+    (host_path.CACHED, host_path.CACHED_IDEA, host_path.CACHED_PREDICTION),
+]
+
+
+def steps_table(records: Sequence[Record]) -> str:
+    """Every path with its idea, its prediction and its time at each precision recorded, in Markdown."""
+    summary = merge(records)
+    measured = {p: steps for p in PRECISIONS if (steps := lookup(summary, f"rerank.{p}.steps"))}
+    rows = []
+    for name, idea, prediction in _IDEAS:
+        times = (lookup(steps, f"{name}.ms") for steps in measured.values())
+        rows.append((f"`{name}`", idea, prediction, *(ABSENT if ms is None else short(ms) for ms in times)))
+    headings = ("path", "idea", "predicted", *(f"{precision}, ms" for precision in measured))
+    table = markdown(Table(TABLE, "", headings, tuple(rows)), sources(records, "rerank") if measured else ())
+    return table.replace("|---|---:|---:|", "|---|---|---|", 1)  # two columns of words
+
+
+def steps_pictures(summary: Summary) -> tuple[Picture, ...]:
+    """A bar for the unmodified pipeline and for each path, cut where its time goes; none without a record."""
+    bars: list[tuple[str, list[float]]] = []
+    unmodified = lookup(summary, "profile.ms")
+    if unmodified is not None:
+        parts = (("tokenize",), ("tensors", "transfer"), ("forward",), ("scores",))
+        bars.append(("fp32 unmodified", [sum(unmodified.get(key, 0.0) for key in keys) for keys in parts]))
+    names = [name for name, _, _ in _IDEAS]
+    paths = [
+        (f"{precision} {name}", [step[f"{key}_ms"] for key, _, _ in PHASES])
+        for precision in PRECISIONS
+        for name in names
+        if "ms" in (step := lookup(summary, f"rerank.{precision}.steps.{name}") or {})
+    ]
+    if not paths:
+        return ()
+    bars += paths
+    totals = [sum(parts) for _, parts in bars]
+
+    def paint(axes: Axes) -> None:
+        for phase, (_, label, colour) in enumerate(PHASES):
+            lefts = [sum(parts[:phase]) for _, parts in bars]
+            axes.barh(range(len(bars)), [parts[phase] for _, parts in bars], left=lefts, color=colour, label=label)
+        for row, total in enumerate(totals):
+            axes.text(total + max(totals) * 0.015, row, short(total), va="center")
+        axes.set(xlim=(0, max(totals) * 1.15), xlabel="ms, the device waited for after every part")
+        axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+        axes.invert_yaxis()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=2, frameon=False, fontsize=8)
+
+    description = "One query from text to scores, ms: " + ", ".join(
+        f"{label} {short(total)} (model {short(parts[2])})" for (label, parts), total in zip(bars, totals, strict=True)
+    )
+    return (_picture("host-path", "rerank", description, 1.1 + 0.27 * len(bars), paint),)

@@ -1,0 +1,131 @@
+"""Token ids of a corpus in one memory-mapped file, so that a known passage is never tokenised again. Imports no torch.
+
+The file belongs to one tokenizer, by digest, and finds a passage by the digest of its text: a passage that has changed
+is simply not found. It is written whole and renamed into place: several processes may read while one writes, a writer
+that is killed leaves the old file, and the same corpus and tokenizer give the same bytes.
+
+Layout, little-endian: a header of 64 bytes (`_HEADER`), then for each text, by rising digest, the digest's first and
+second half and where its ids end, ``[texts]`` uint64 each, then all ids, int32, without special tokens and uncut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tilerank.data.atomic import whole_file
+from tilerank.errors import TilerankError
+
+_HEADER = struct.Struct("<8s32sQQQ")  # magic, tokenizer's sha256, texts, ids, crc32 of digests and ends
+_MAGIC = b"TRTOKEN1"
+_BATCH = 1024
+
+Encode = Callable[[Sequence[str]], list[np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReport:
+    """What `write_tokens` did."""
+
+    passages: int  # distinct texts in the file
+    tokens: int
+    tokenised: int  # texts that were not in the file before
+    bytes: int
+
+
+class TokenCache:
+    """The file ``path``, read in place. ``tokenizer`` is the digest of the tokenizer that it belongs to.
+
+    Raises `TilerankError` for a file that is missing, of another kind, or not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            # A plain view of it: slicing a memmap itself takes ten times as long.
+            data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.zeros(0, np.uint8)
+        except OSError as error:
+            raise TilerankError(f"{path}: {error.strerror or error}; write it with `tilerank index`") from error
+        if len(data) < _HEADER.size or bytes(data[: len(_MAGIC)]) != _MAGIC:
+            raise TilerankError(f"{path} is no token cache; write one with `tilerank index`")
+        _, tokenizer, texts, ids, checksum = _HEADER.unpack(data[: _HEADER.size].tobytes())
+        start = _HEADER.size
+        if len(data) != start + 24 * texts + 4 * ids or zlib.crc32(data[start : start + 24 * texts]) != checksum:
+            raise TilerankError(f"{path} is damaged; write it again with `tilerank index`")
+        self.tokenizer = tokenizer.hex()
+        self._high, self._low, self._ends = data[start : start + 24 * texts].view("<u8").reshape(3, texts)
+        self._ids = data[start + 24 * texts :].view("<i4")
+
+    def __len__(self) -> int:
+        """Texts in the file."""
+        return len(self._high)
+
+    def find(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        """Token ids of each text, int32, or None for one that the file does not have."""
+        keys = _digests(texts)
+        places = np.searchsorted(self._high, keys[:, 0])
+        return [self._at(int(place), high, low) for place, (high, low) in zip(places, keys, strict=True)]
+
+    def _at(self, place: int, high: np.uint64, low: np.uint64) -> np.ndarray | None:
+        while place < len(self._high) and self._high[place] == high:
+            if self._low[place] == low:
+                start = int(self._ends[place - 1]) if place else 0
+                return self._ids[start : int(self._ends[place])]
+            place += 1
+        return None
+
+
+def write_tokens(path: Path, tokenizer: str, encode: Encode, texts: Sequence[str]) -> IndexReport:
+    """Write the ids of ``texts`` to ``path``, and of no others; those that it has already are not tokenised again.
+
+    tokenizer: digest of what ``encode`` is. Raises `TilerankError` where ``path`` cannot be written.
+    """
+    from tqdm import tqdm
+
+    distinct = list(dict.fromkeys(texts))
+    known: list[np.ndarray | None] = [None] * len(distinct)
+    if (old := _readable(path)) is not None and old.tokenizer == tokenizer:
+        known = old.find(distinct)
+    missing = [text for text, ids in zip(distinct, known, strict=True) if ids is None]
+    encoded: list[np.ndarray] = []
+    with tqdm(total=len(missing), desc="token cache", unit="passage", disable=None) as bar:
+        for start in range(0, len(missing), _BATCH):
+            encoded += encode(missing[start : start + _BATCH])
+            bar.update(len(encoded) - bar.n)
+    new = iter(encoded)
+    rows = [next(new) if ids is None else ids for ids in known]
+    keys = _digests(distinct)
+    order = np.lexsort((keys[:, 1], keys[:, 0]))
+    ends = np.cumsum([len(rows[row]) for row in order], dtype=np.uint64)
+    index = np.concatenate([keys[order, 0], keys[order, 1], ends]).astype("<u8").tobytes()
+    tokens = int(ends[-1]) if len(ends) else 0
+    header = _HEADER.pack(_MAGIC, bytes.fromhex(tokenizer), len(distinct), tokens, zlib.crc32(index))
+    with whole_file(path) as stream:
+        stream.write(header)
+        stream.write(index)
+        for row in order:
+            stream.write(np.asarray(rows[row], dtype="<i4").tobytes())
+        size = stream.tell()
+    return IndexReport(len(distinct), tokens, len(missing), size)
+
+
+def _readable(path: Path) -> TokenCache | None:
+    try:
+        return TokenCache(path)
+    except TilerankError:
+        return None
+
+
+def _digests(texts: Sequence[str]) -> np.ndarray:
+    """``[n, 2]`` uint64: both halves of each text's digest."""
+    digests = b"".join(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts
+    )
+    return np.frombuffer(digests, dtype="<u8").reshape(-1, 2)

@@ -1,0 +1,174 @@
+"""The token cache: known passages are not tokenised, changed ones are noticed, no process sees half a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import write_tiny_bert
+
+from tilerank.errors import TilerankError
+from tilerank.token_cache import TokenCache, write_tokens
+from tilerank.tokenization import load_tokenizer
+
+DIGEST = "ab" * 32
+TEXTS = ["the cell", "", "bone", "the cell ", "Zürich 漢字", "half \ud83d"]
+
+
+def encode(texts):
+    """Ids that tell a text: its length, then its first character."""
+    return [np.array([len(text), *map(ord, text[:1])], dtype=np.int32) for text in texts]
+
+
+def never(texts):
+    if texts:
+        raise AssertionError(f"{texts} were tokenised")
+    return []
+
+
+def rows(cache, texts):
+    return [None if ids is None else ids.tolist() for ids in cache.find(texts)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "passages.tokens"
+
+
+def test_known_passages_are_found_and_changed_ones_are_not(path: Path) -> None:
+    report = write_tokens(path, DIGEST, encode, [*TEXTS, "bone"])
+    assert (report.passages, report.tokenised, report.bytes) == (6, 6, path.stat().st_size)
+    cache = TokenCache(path)
+    assert (cache.tokenizer, len(cache), report.tokens) == (DIGEST, 6, 11)
+    assert rows(cache, TEXTS) == [ids.tolist() for ids in encode(TEXTS)]
+    assert cache.find(TEXTS)[0].dtype == np.int32
+    assert rows(cache, ["the cells", "The cell", "bone", "the cell\u200b"]) == [None, None, [4, 98], None]
+    assert cache.find([]) == []
+
+
+def test_only_new_passages_are_tokenised_again(path: Path) -> None:
+    write_tokens(path, DIGEST, encode, TEXTS)
+    before = path.read_bytes()
+    assert write_tokens(path, DIGEST, never, TEXTS[::-1]).tokenised == 0
+    assert path.read_bytes() == before, "the same corpus gives the same bytes, in whichever order it comes"
+    seen = []
+    report = write_tokens(path, DIGEST, lambda texts: seen.extend(texts) or encode(texts), ["bone", "bones"])
+    assert (seen, report.passages, report.tokenised) == (["bones"], 2, 1)
+    assert rows(TokenCache(path), ["bone", "bones", "the cell"]) == [[4, 98], [5, 98], None]
+    assert write_tokens(path, "cd" * 32, encode, ["bone"]).tokenised == 1, "another tokenizer starts anew"
+
+
+def test_an_empty_corpus(path: Path) -> None:
+    assert write_tokens(path, DIGEST, encode, []).passages == 0
+    assert rows(TokenCache(path), ["a"]) == [None]
+
+
+def test_digests_that_share_their_first_half(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: digests that differ in the second half only."""
+    from tilerank import token_cache
+
+    def clashing(texts):
+        return np.array([[7, sum(map(ord, text))] for text in texts], dtype="<u8").reshape(-1, 2)
+
+    monkeypatch.setattr(token_cache, "_digests", clashing)
+    write_tokens(path, DIGEST, encode, ["c", "a", "b"])
+    assert rows(TokenCache(path), ["a", "b", "c", "d"]) == [[1, 97], [1, 98], [1, 99], None]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:-1], "is damaged"),
+        (lambda data: data + b"x", "is damaged"),
+        (lambda data: data[:70] + b"\xff" + data[71:], "is damaged"),
+        (lambda data: data[:20], "is no token cache"),
+        (lambda data: b"", "is no token cache"),
+        (lambda data: b"{}" + data[2:], "is no token cache"),
+    ],
+)
+def test_what_is_not_a_whole_cache_is_refused_and_written_anew(path: Path, damage, reason: str) -> None:
+    write_tokens(path, DIGEST, encode, TEXTS)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TilerankError, match=f"passages.tokens {reason}"):
+        TokenCache(path)
+    assert write_tokens(path, DIGEST, encode, TEXTS).tokenised == len(TEXTS)
+    assert len(TokenCache(path)) == len(TEXTS)
+
+
+def test_places_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(TilerankError, match=r"absent: No such file.*tilerank index"):
+        TokenCache(tmp_path / "absent")
+    with pytest.raises(TilerankError, match="is a folder, but the output is a file"):
+        write_tokens(tmp_path, DIGEST, encode, TEXTS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TilerankError, match="cannot be written"):
+        write_tokens(tmp_path / "file" / "tokens", DIGEST, encode, TEXTS)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from tilerank.data import atomic
+from tilerank.token_cache import write_tokens
+
+def die(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+moment, path = sys.argv[1], Path(sys.argv[2])
+if moment == "rename":
+    atomic.os.replace = die
+def encode(texts):
+    return [np.zeros(3, np.int32) for _ in texts]
+if moment == "ids":
+    atomic.os.fsync = die
+write_tokens(path, "ab" * 32, encode, ["new one", "bone"])
+print("not killed")
+"""
+
+
+@pytest.mark.parametrize("moment", ["ids", "rename"])
+def test_a_killed_writer_leaves_the_old_file_and_readers_go_on(path: Path, moment: str) -> None:
+    write_tokens(path, DIGEST, encode, TEXTS)
+    before, reader = path.read_bytes(), TokenCache(path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, moment, str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert path.read_bytes() == before
+    assert len(list(path.parent.iterdir())) == 2, "what the killed process wrote lies beside it"
+    assert rows(TokenCache(path), ["bone"]) == [[4, 98]]
+    write_tokens(path, DIGEST, encode, ["bones"])
+    assert [file.name for file in path.parent.iterdir()] == [path.name], "the next writer clears up"
+    assert rows(reader, ["bone", "bones"]) == [[4, 98], None], "an open file stays as it was"
+
+
+def test_the_reranker_s_ids_come_from_the_cache(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_bert(tmp_path / "m")
+    tokenizer = load_tokenizer(folder, 32)
+    passages = ["the cell", "bone " * 40, "", "the cell"]
+    write_tokens(path, tokenizer.digest, tokenizer.encode, passages)
+    expected = tokenizer.pairs(["mouse"] * 4, passages)
+    tokenizer.use_cache(TokenCache(path))
+    asked = []
+    own = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda texts: asked.extend(texts) or own(texts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = tokenizer.pairs(["mouse"] * 4, passages)
+    assert asked == ["mouse"], "only the query is new"
+    for name in ("ids", "type_ids", "lengths", "truncated"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert tokenizer.pairs(["mouse"], ["the cells"]).lengths.tolist() == [7]
+    assert asked == ["mouse", "mouse", "the cells"]
+    other = load_tokenizer(write_tiny_bert(tmp_path / "n"), 32)
+    other._backend.add_special_tokens(["zz"])
+    with pytest.raises(TilerankError, match="holds ids of another tokenizer"):
+        other.use_cache(TokenCache(path))
