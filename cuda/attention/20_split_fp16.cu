@@ -184,7 +184,11 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
     const int warp = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     const int first_row = warp * Shape<D>::kWarpRows;
 
-    for (int tile = 0; tile < 2 && tile < tiles; ++tile) splitter.copy(block, args, tile, tile);
+    splitter.begin(block, args);
+    const auto copy = [&](int tile) {
+        if (tile < tiles) splitter.copy_next(args, block.any_row_sees - tile * kTileKeys, tile);
+    };
+    copy(0), copy(1);
     SplitQueries<D> q[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
         before = factors;
         factors = factors.next(k_span, v_span);
         splitter.split_tile(tile, power_of_two(factors.k_field), power_of_two(factors.v_field));
-        if (tile + 2 < tiles) splitter.copy(block, args, tile + 2, tile + 2);
+        copy(tile + 2);
     };
     if (tiles > 0) {
         copy_async_wait<0>();

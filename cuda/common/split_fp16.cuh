@@ -146,13 +146,19 @@ class TileSplitter {
         if (D % kPanelColumns != 0) clear_padding();
     }
 
-    // Starts the copy of the block's tile `tile`, zeros beyond its last key, as the `at`-th tile of all. The other calls
-    // know it by that number.
-    __device__ __forceinline__ void copy(const QueryBlock& block, const AttentionArgs& args, int tile, int at) {
-        const int first = tile * kTileKeys;
-        const int keys = keys_below(block.any_row_sees, first, kTileKeys);
-        copy_rows(k_raw_[at & 1], block.k + first * args.k_token_stride, args.k_token_stride, keys);
-        copy_rows(v_raw_[at & 1], block.v + first * args.v_token_stride, args.v_token_stride, keys);
+    // Where the block's first tile lies for this thread.
+    __device__ __forceinline__ void begin(const QueryBlock& block, const AttentionArgs& args) {
+        k_from_ = block.k + row(0) * args.k_token_stride + column();
+        v_from_ = block.v + row(0) * args.v_token_stride + column();
+    }
+
+    // Starts the copy of the next tile, of which `keys` keys exist and the rest becomes zeros, as the `at`-th of all. The
+    // other calls know it by that number.
+    __device__ __forceinline__ void copy_next(const AttentionArgs& args, int keys, int at) {
+        copy_rows(k_raw_[at & 1], k_from_, args.k_token_stride, keys);
+        copy_rows(v_raw_[at & 1], v_from_, args.v_token_stride, keys);
+        k_from_ += kTileKeys * args.k_token_stride;
+        v_from_ += kTileKeys * args.v_token_stride;
         copy_async_commit();
     }
 
@@ -214,7 +220,7 @@ class TileSplitter {
 
     __device__ __forceinline__ void copy_rows(Raw& raw, const float* source, int64_t token_stride, int keys) {
         const auto copy_all = [&](auto copy_four) {
-            const float* from = source + row(0) * token_stride + column();
+            const float* from = source;
 #pragma unroll
             for (int round = 0; round < kRounds; ++round) {
                 if (takes_part(round)) copy_four(&raw[row(round)][column()], from, row(round) < keys);
@@ -278,6 +284,8 @@ class TileSplitter {
     Raw* k_raw_;  // [2]
     Raw* v_raw_;
     Spans* spans_;  // [2]
+    const float* k_from_;
+    const float* v_from_;
     int thread_;
     bool aligned_;
 };
@@ -478,6 +486,7 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
             if (key < sees) {
                 const float* k = block.k + key * args.k_token_stride;
                 double dot = 0.0;
+#pragma unroll 16
                 for (int d = 0; d < D; ++d) dot += static_cast<double>(q[d]) * k[d];
                 score = dot * (args.exact_scale * kLog2E);
             }
@@ -494,6 +503,7 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) accumulator[i] *= factor;
             const int keys = min(sees - first, kWarpSize);
+#pragma unroll 4
             for (int other = 0; other < keys; ++other) {
                 const double of_key = __shfl_sync(kFullMask, weight, other);
                 const float* v = block.v + (first + other) * args.v_token_stride;
