@@ -174,11 +174,11 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
     }
     const PassesFor<D> passes(args, lane);
     if (warp == S::kWorkers) {
-        const auto copy_tile = [&](int slot, bool values, const Element* source, int64_t stride, int count) {
+        const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
             constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
             constexpr int kRowBytes = 2 * kPitch16<D>;
-            copy_chunk_tile<Element, D, kColumns, kRowBytes, 2 * kColumns>(
-                reinterpret_cast<unsigned char*>((values ? ring.v_tiles : ring.k_tiles)[slot]), source, stride, count,
+            copy_chunk_tile<Element, D, kColumns, 2 * kColumns>(
+                reinterpret_cast<unsigned char*>((values == 0 ? ring.k_tiles : ring.v_tiles)[slot]), source, stride, count,
                 lane, aligned, [](int row, int column) { return row * kRowBytes + 2 * column; });
         };
         fill_ring<Element, S::kChunks, 1>(passes, ring.full, ring.empty, 0, copy_tile, [] {});

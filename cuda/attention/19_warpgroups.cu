@@ -31,6 +31,11 @@ struct Shape {
     static constexpr int kRowBytes = kColumns * 2;
     static constexpr int kPartBytes = kChunkKeys * kRowBytes;
     static constexpr int kTileBytes = kChunkKeys * D * 2;
+    // Row sums come out of the product with the values, as one more block of columns that is all ones, where the values
+    // are one part and the block can lie anywhere beyond it.
+    static constexpr bool kSumsByProduct = D == kColumns;
+    static constexpr int kSumColumns = D + (kSumsByProduct ? 8 : 0);
+    static constexpr int kOnesBytes = kSumsByProduct ? 16 * kRowBytes : 0;
     static constexpr int kChunks = 196608 / (2 * kTileBytes);  // of the ring: 192 of 227 KB
     static constexpr int kResident = kChunks * 2 / 3;
     static constexpr int kRingBytes = kChunks * 2 * kTileBytes;
@@ -48,13 +53,16 @@ struct Shared {
 
 // ---- The groups that compute ----
 
-// The weights of a tile, relative to each row's reference, and their sums over the lane's keys. kWhole: every row of the
-// warp sees all keys; else none sees those from any_sees on. kFused: by one multiply-add a score; else as rounded as
-// references are, so that a weight never exceeds 1 by a large score's last place.
-template <typename Element, bool kWhole, bool kFused>
-__device__ __forceinline__ void weigh(const Fragment (&scores)[kSteps * 2], uint32_t (&weights)[kSteps][4],
-                                      float (&tile_sum)[2], const float (&reference)[2], float factor, int any_sees) {
-    tile_sum[0] = tile_sum[1] = 0.0f;
+// The weights of a tile, relative to each row's reference; is one of them, on any lane, too large? kWhole: every row of the
+// warp sees all keys; else none sees those from any_sees on. kFused: by one multiply-add a score; else (then the answer
+// means nothing) as rounded as references are, so that a weight never exceeds 1 by a large score's last place.
+// kSum: their sums over the lane's keys go to row_sum.
+template <typename Element, bool kWhole, bool kFused, bool kSum>
+__device__ __forceinline__ bool weigh(const Fragment (&scores)[kSteps * 2], uint32_t (&weights)[kSteps][4],
+                                      float (&row_sum)[2], const float (&reference)[2], float factor, int any_sees) {
+    constexpr float kLargestWeight = 16384.0f;  // fp16 ends at 65,504
+    float tile_sum[2] = {0.0f, 0.0f};
+    uint32_t largest[kSteps] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         if (!kWhole && step * 16 >= any_sees) {
@@ -63,21 +71,34 @@ __device__ __forceinline__ void weigh(const Fragment (&scores)[kSteps * 2], uint
             continue;
         }
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-            const Fragment& score = scores[step * 2 + block];
+        for (int at = 0; at < 4; ++at) {
+            const float* score = &scores[step * 2 + at / 2][at % 2 * 2];
+            float weight[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float weight[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float raw = score[half * 2 + i];
-                    weight[i] = exp2_approx(kFused ? raw * factor - reference[half]
-                                                   : __fmul_rn(raw, factor) - reference[half]);
-                }
-                tile_sum[half] += weight[0] + weight[1];
-                weights[step][block * 2 + half] = pack16<Element>(weight[0], weight[1]);
+            for (int i = 0; i < 2; ++i) {
+                weight[i] = exp2_approx(kFused ? score[i] * factor - reference[at % 2]
+                                               : __fmul_rn(score[i], factor) - reference[at % 2]);
             }
+            if (kSum) tile_sum[at % 2] += weight[0] + weight[1];
+            weights[step][at] = pack16<Element>(weight[0], weight[1]);
         }
+        if (!kSum) {
+            largest[step] = max16<Element>(max16<Element>(weights[step][0], weights[step][1]),
+                                           max16<Element>(weights[step][2], weights[step][3]));
+        }
+    }
+    bool is_off;
+    if constexpr (kSum) {  // no weight is larger than the sum
+        is_off = tile_sum[0] > 2 * kLargestWeight || tile_sum[1] > 2 * kLargestWeight;
+        if (kFused) is_off = __any_sync(kFullMask, is_off);
+        if (!kFused || !is_off) row_sum[0] += tile_sum[0], row_sum[1] += tile_sum[1];
+        return is_off;
+    } else {
+        static_assert(kSteps == 4);
+        is_off = exceeds16<Element>(
+            max16<Element>(max16<Element>(largest[0], largest[1]), max16<Element>(largest[2], largest[3])),
+            kLargestWeight);
+        return kFused && __any_sync(kFullMask, is_off);
     }
 }
 
@@ -99,16 +120,15 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                                         const TaskQueues<Shape<D>::kGroups>& queues, int group, int group_warp, int lane,
                                         float factor, bool aligned) {
     using S = Shape<D>;
-    // A weight is at most its lane's sum over the tile; fp16 ends at 65,504.
-    constexpr float kLargestSum = 32768.0f;
-    constexpr float kMostAbove = 10.0f;  // powers of two: a lane has 16 weights of a row
+    constexpr bool kSum = !S::kSumsByProduct;
+    constexpr float kMostAbove = 10.0f;  // powers of two that a weight may reach without a new reference
     // Keys of the first tile that give the first reference, in eights.
     constexpr int kFirstBlocks = 4;
     const uint32_t ring = shared_address(shared.ring) / 16;
     constexpr int kTileSize = S::kTileBytes / 16;
 
     Fragment scores[kSteps * 2];
-    Fragment sums[D / 8];
+    Fragment sums[S::kSumColumns / 8];
     uint32_t q[1][D / 16][4] = {};
     uint32_t next_q[1][D / 16][4] = {};
     uint32_t weights[kSteps][4] = {};
@@ -119,7 +139,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         for (int depth = 0; depth < D / 16; ++depth) {
             const int column = depth * 16;
             const int offset = (column / S::kColumns * S::kPartBytes + column % S::kColumns * 2) / 16;
-            wgmma_k16<Element, kChunkKeys, false>(scores, q[0][depth], tile_descriptor<S::kRowBytes>(tile + offset, 16),
+            wgmma_k16<Element, kChunkKeys, false>(scores, q[0][depth], tile_descriptor<S::kRowBytes>(tile + offset, 1),
                                                   depth > 0);
         }
         wgmma_commit();
@@ -128,9 +148,12 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         const uint32_t tile = ring + slot * (2 * kTileSize) + kTileSize;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            wgmma_k16<Element, D, true>(sums, weights[step],
-                                        tile_descriptor<S::kRowBytes>(tile + step * S::kRowBytes, S::kPartBytes),
-                                        step > 0 || !is_first);
+            const uint32_t begin = tile + step * S::kRowBytes;
+            // Beyond the values: their next part, or the ones.
+            const uint32_t stride = S::kSumsByProduct ? ring + S::kRingBytes / 16 - begin : S::kPartBytes / 16;
+            wgmma_k16<Element, S::kSumColumns, true>(sums, weights[step],
+                                                     tile_descriptor<S::kRowBytes>(begin, stride),
+                                                     step > 0 || !is_first);
         }
         wgmma_commit();
     };
@@ -247,14 +270,10 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                     reference[0] -= fabsf(reference[0]) * kRounding;
                     reference[1] -= fabsf(reference[1]) * kRounding;
                 }
-                float tile_sum[2];
                 if (!is_steep) {
-                    if (is_whole) {
-                        weigh<Element, true, true>(scores, weights, tile_sum, reference, size, any_sees);
-                    } else {
-                        weigh<Element, false, true>(scores, weights, tile_sum, reference, size, any_sees);
-                    }
-                    is_steep = __any_sync(kFullMask, tile_sum[0] > kLargestSum || tile_sum[1] > kLargestSum);
+                    is_steep = is_whole ? weigh<Element, true, true, kSum>(scores, weights, row_sum, reference, size, 0)
+                                        : weigh<Element, false, true, kSum>(scores, weights, row_sum, reference, size,
+                                                                            any_sees);
                 }
                 if (is_steep) {  // from here on, references are raised before weights can grow too large
                     float largest[2];
@@ -268,16 +287,14 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                             reference[half] = largest[half];
                             row_sum[half] *= rescale;
 #pragma unroll
-                            for (int column = 0; column < D / 8; ++column) {
+                            for (int column = 0; column < S::kSumColumns / 8; ++column) {
                                 sums[column][half * 2] *= rescale;
                                 sums[column][half * 2 + 1] *= rescale;
                             }
                         }
                     }
-                    weigh<Element, false, false>(scores, weights, tile_sum, reference, size, any_sees);
+                    weigh<Element, false, false, kSum>(scores, weights, row_sum, reference, size, any_sees);
                 }
-                row_sum[0] += tile_sum[0];
-                row_sum[1] += tile_sum[1];
             }
             wgmma_fence();
             issue_sums(at.slot, tile == 0);
@@ -307,8 +324,11 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             at.advance();
             if (next.tiles == 0) skip(at, next.chunk - end_chunk);
         }
-        const float factors[2] = {normalizer(quad_sum(row_sum[0])), normalizer(quad_sum(row_sum[1]))};
-        store_rows<D>(out, args.out_token_stride, sums, factors, rows, lane, aligned);
+        if (kSum) row_sum[0] = quad_sum(row_sum[0]), row_sum[1] = quad_sum(row_sum[1]);
+        if (!kSum) row_sum[0] = sums[S::kSumColumns / 8 - 1][0], row_sum[1] = sums[S::kSumColumns / 8 - 1][2];
+        const float factors[2] = {normalizer(row_sum[0]), normalizer(row_sum[1])};
+        store_rows<D>(out, args.out_token_stride, reinterpret_cast<const Fragment(&)[D / 8]>(sums), factors, rows, lane,
+                      aligned);
     }
 }
 
@@ -316,7 +336,7 @@ template <typename Element, int D>
 __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs args, float factor, bool aligned) {
     using S = Shape<D>;
     DynamicShared memory;
-    unsigned char* unaligned_ring = memory.take<unsigned char>(S::kRingBytes + 1024);
+    unsigned char* unaligned_ring = memory.take<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024);
     Shared shared;
     shared.ring = unaligned_ring + (1024 - shared_address(unaligned_ring) % 1024) % 1024;
     shared.full = memory.take<uint64_t>(S::kChunks);
@@ -330,17 +350,17 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         barrier_init(&shared.empty[threadIdx.x], S::kGroups * kGroupWarps);
     }
     queues.init(kGroupWarps);
-    __syncthreads();
     if (warp >= S::kGroups * kGroupWarps) {
         give_registers_back<S::kCopyRegisters>();
-        const PassesFor<D> passes(args, lane);
+        const PassesFor<D> passes(args, lane);  // meanwhile the others get the barriers ready
+        __syncthreads();
         const int copy_warp = warp - S::kGroups * kGroupWarps;
         if (copy_warp == S::kCopyWarps) {
             deal<Element, S::kChunks>(passes, queues, lane);
         } else {
-            const auto copy_tile = [&](int slot, bool values, const Element* source, int64_t stride, int count) {
-                copy_chunk_tile<Element, D, S::kColumns, S::kRowBytes, S::kPartBytes>(
-                    shared.ring + (slot * 2 + (values ? 1 : 0)) * S::kTileBytes, source, stride, count, lane, aligned,
+            const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
+                copy_chunk_tile<Element, D, S::kColumns, S::kPartBytes>(
+                    shared.ring + (slot * 2 + values) * S::kTileBytes, source, stride, count, lane, aligned,
                     [](int row, int column) { return swizzled_offset<S::kRowBytes>(row, column * 2); });
             };
             fill_ring<Element, S::kChunks, S::kCopyWarps>(passes, shared.full, shared.empty, copy_warp, copy_tile,
@@ -348,6 +368,12 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         }
     } else {
         take_registers<S::kRegisters>();
+        for (int at = threadIdx.x * 16; at < S::kOnesBytes; at += S::kGroups * kGroupThreads * 16) {
+            const uint32_t ones = pack16<Element>(1.0f, 1.0f);
+            store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
+        }
+        fence_async_proxy();
+        __syncthreads();
         compute<Element, D>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor, aligned);
     }
 }
@@ -356,7 +382,7 @@ template <typename Element, int D>
 tilerank_status launch_for(const AttentionArgs& args, void* stream) {
     using S = Shape<D>;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(S::kRingBytes + 1024) + 2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
+        DynamicShared::bytes<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024) + 2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
         TaskQueues<S::kGroups>::bytes();
     return launch_balanced("warpgroups", kernel<Element, D>, kUnitRows, S::kThreads, kSharedBytes, args, stream);
 }

@@ -56,12 +56,13 @@ __device__ __forceinline__ SequencePlace sequence_place(const AttentionArgs& arg
 
 // ---- Cutting the line ----
 
-// Costs count 16 queries with 16 keys as one; beginning and ending a unit costs as much as kUnitCost of those.
-constexpr int kUnitCost = 24;
+// What a unit costs, in chunks: those of its keys, and kUnitCost for beginning and ending it. A partial chunk takes as long
+// as a whole one, and so does a unit of fewer rows, whose warps without any wait.
+constexpr int kUnitCost = 3;
 
 // Whole numbers, which double holds exactly where integers of 32 bits would not do.
 struct SequenceCost {
-    double row_tile;  // of 16 queries with all their keys
+    double unit;
     double pair;
     double all;  // of all heads
 };
@@ -70,8 +71,8 @@ template <int kUnitRows>
 __device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args, const SequencePlace& place) {
     const int keys = args.causal ? min(place.q_len, place.k_len) / 2 : place.k_len;
     SequenceCost cost;
-    cost.row_tile = (keys + 15) / 16;
-    cost.pair = (place.q_len + 15) / 16 * cost.row_tile + (place.q_len + kUnitRows - 1) / kUnitRows * kUnitCost;
+    cost.unit = (keys + kChunkKeys - 1) / kChunkKeys + kUnitCost;
+    cost.pair = (place.q_len + kUnitRows - 1) / kUnitRows * cost.unit;
     cost.all = static_cast<double>(args.heads) * cost.pair;
     return cost;
 }
@@ -115,8 +116,7 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
                 const SequenceCost cost = sequence_cost<kUnitRows>(args, there);
                 const int head = static_cast<int>(__fdividef(static_cast<float>(rest), static_cast<float>(cost.pair)));
                 const float in_pair = static_cast<float>(rest - head * cost.pair);
-                const float one_unit = static_cast<float>(kUnitRows / 16 * cost.row_tile + kUnitCost);
-                UnitPlace place = {first + source, head, static_cast<int>(ceilf(__fdividef(in_pair, one_unit)))};
+                UnitPlace place = {first + source, head, static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))))};
                 if (place.unit * kUnitRows >= there.q_len) place = {place.sequence, head + 1, 0};
                 if (place.head >= args.heads) place = {place.sequence + 1, 0, 0};
                 if (side == 0) places[0] = place;
@@ -216,49 +216,37 @@ __device__ __forceinline__ int64_t row_offset(int sequence, int head, int token,
 
 // ---- Copying chunks ----
 
-// Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp. Parts of kColumns columns lie kPartBytes
-// from each other. target: (row, column of a part) -> bytes from its begin, which repeats after 8 rows of kRowBytes.
-template <typename Element, int D, int kColumns, int kRowBytes, int kPartBytes, typename Target>
+// Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp, 16 bytes a lane. Parts of kColumns columns
+// lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. Rolled loops: the first chunk
+// waits for this code to be fetched.
+template <typename Element, int D, int kColumns, int kPartBytes, typename Target>
 __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Element* source, int64_t token_stride,
                                                 int count, int lane, bool aligned, const Target& target) {
     constexpr int kParts = kColumns / 8;
     constexpr int kRows = kWarpSize / kParts;
-    constexpr int kTurns = kRows < 8 ? 8 / kRows : 1;  // until the pattern repeats
-    const int row = lane / kParts;
     const int column = lane % kParts * 8;
-    int offsets[kTurns];
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) offsets[turn] = target(row + turn * kRows, column);
-    constexpr int kPeriod = kTurns * kRows;
-    const int64_t step = kRows * token_stride;
 #pragma unroll 1
     for (int part = 0; part < D / kColumns; ++part) {
+        int row = lane / kParts;
         unsigned char* to = tile + part * kPartBytes;
         const Element* from = source + row * token_stride + part * kColumns + column;
-        if (!aligned) {
-#pragma unroll 1
-            for (int first = 0; first < kChunkKeys; first += kRows, from += step) {
+#pragma unroll 2
+        for (int turn = 0; turn < kChunkKeys / kRows; ++turn, row += kRows, from += kRows * token_stride) {
+            if (aligned) {
+                copy_async<16>(to + target(row, column), from, row < count);
+            } else {
                 uint4 eight = {0, 0, 0, 0};
-                if (first + row < count) eight = load_eight(from, false);
-                store_vector(to + target(first + row, column), eight);
-            }
-        } else if (count >= kChunkKeys) {
-#pragma unroll
-            for (int first = 0; first < kChunkKeys; first += kRows, from += step) {
-                copy_async<16>(to + offsets[first / kRows % kTurns] + first / kPeriod * (kPeriod * kRowBytes), from);
-            }
-        } else {
-#pragma unroll 1
-            for (int first = 0; first < kChunkKeys; first += kRows, from += step) {
-                copy_async<16>(to + target(first + row, column), from, first + row < count);
+                if (row < count) eight = load_eight(from, false);
+                store_vector(to + target(row, column), eight);
             }
         }
     }
 }
 
 // Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of the
-// kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values?, source, stride, rows): starts a copy.
-// kFence: also makes the data visible to warpgroup products.
+// kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts the
+// copy of keys or values.
+// fence: what else must come between the data's arrival and the barrier.
 template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence>
 __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* empty, int copy_warp,
                                           const CopyTile& copy_tile, const Fence& fence) {
@@ -293,8 +281,11 @@ __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* em
             }
             const int first = (chunk - passes.chunk) * kChunkKeys;
             const int count = passes.place.k_len - first;
-            copy_tile(slot, false, k + first * args.k_token_stride, args.k_token_stride, count);
-            copy_tile(slot, true, v + first * args.v_token_stride, args.v_token_stride, count);
+#pragma unroll 1
+            for (int values = 0; values < 2; ++values) {
+                const int64_t stride = values == 0 ? args.k_token_stride : args.v_token_stride;
+                copy_tile(slot, values, (values == 0 ? k : v) + first * stride, stride, count);
+            }
             copy_async_commit();
             copy_async_wait<1>();
             tell();

@@ -112,18 +112,16 @@ __device__ __forceinline__ uint32_t max16<__nv_bfloat16>(uint32_t a, uint32_t b)
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Is one of a pair above the limit?
+// Is one of a pair above the limit, or NaN?
 template <typename Element>
 __device__ __forceinline__ bool exceeds16(uint32_t pair, float limit);
 template <>
 __device__ __forceinline__ bool exceeds16<__half>(uint32_t pair, float limit) {
-    const __half2 both = *reinterpret_cast<const __half2*>(&pair);
-    return fmaxf(__low2float(both), __high2float(both)) > limit;
+    return !__hble2(*reinterpret_cast<const __half2*>(&pair), __float2half2_rn(limit));
 }
 template <>
 __device__ __forceinline__ bool exceeds16<__nv_bfloat16>(uint32_t pair, float limit) {
-    const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-    return fmaxf(__low2float(both), __high2float(both)) > limit;
+    return !__hble2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __float2bfloat162_rn(limit));
 }
 
 // Two neighbouring elements of global memory in one register.
