@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tilerank import host_path
 from tilerank.composition import compose_file, compose_settings
 from tilerank.config import Settings, load_settings
 from tilerank.errors import TilerankError
@@ -103,12 +104,20 @@ def test_a_bad_value_is_named(repository: Path, tmp_path: Path, old: str, new: s
         ("workload.precisions=[]", r"params\.workload\.precisions is \[\]"),
         ("machine.name=../x", r"params\.machine\.name is '\.\./x'"),
         ("machine.name=cpu/x", r"params\.machine\.name is 'cpu/x'"),
+        ("host_path.path=quick", r"params\.host_path\.path is 'quick'; allowed: auto, padded, fast_tokens, packed"),
         ("machine.rerank_rounds=0", r"params\.machine\.rerank_rounds is 0"),
     ],
 )
 def test_a_value_out_of_range_is_named(repository: Path, override: str, message: str) -> None:
     with pytest.raises(TilerankError, match=message):
         compose_settings(repository / "conf", [override])
+
+
+def test_every_host_path_is_an_option(repository: Path) -> None:
+    options = {path.stem for path in (repository / "conf" / "host_path").glob("*.yaml")}
+    assert options == {host_path.AUTO, *(path.name for path in host_path.PATHS)}
+    for name in options:
+        assert compose_settings(repository / "conf", [f"host_path={name}"]).host_path.path == name
 
 
 def test_a_file_that_is_not_text_is_one_line(tmp_path: Path) -> None:
