@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,8 @@ SERVED: dict[str, dict[str, Any]] = {
 _ADDED = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
 _PROBES = 512
 _FEW = 128
-"""Texts below which one after another is sooner: a batch starts a thread for each core, every time."""
+"""Texts below which one after another may be sooner: a batch starts a thread for each core, every time. Which it is
+depends on the machine, so a few passages are timed both ways when a vocabulary is loaded."""
 
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
@@ -82,24 +84,40 @@ class FastEncoder:
             file = Path(folder) / "tokenizer.json"  # tokie reads nothing but files
             file.write_text(json.dumps({**settings, "truncation": None, "padding": None}), encoding="utf-8")
             self._fast = tokie.Tokenizer.from_json(str(file))
+        self._singly = False
         probes = _probes(list(settings["model"]["vocab"]))
         for text, ours, theirs in zip(
             probes, self.encode(probes), encode_with_tokenizers(backend, probes), strict=True
         ):
             if not np.array_equal(ours, theirs):
                 raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
+        passages = [" ".join(probes[start : start + 40]) for start in range(0, len(probes), 2)]
+        self._singly = _seconds(self._one_by_one, passages) < _seconds(self._at_once, passages)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
         agreed = [is_agreed(text) for text in texts]
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        if len(asked) < _FEW:
-            fast = iter([self._fast.encode(text, False) for text in asked])
-        else:
-            fast = iter(self._fast.encode_batch(asked, False))
+        fast = iter(self._one_by_one(asked) if self._singly and len(asked) < _FEW else self._at_once(asked))
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
         slow = iter(encode_with_tokenizers(self._backend, others))
         return [np.array(next(fast).ids, dtype=np.int32) if is_fast else next(slow) for is_fast in agreed]
+
+    def _one_by_one(self, texts: Sequence[str]) -> list[Any]:
+        return [self._fast.encode(text, False) for text in texts]
+
+    def _at_once(self, texts: Sequence[str]) -> list[Any]:
+        return self._fast.encode_batch(list(texts), False)
+
+
+def _seconds(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> float:
+    """The best of three."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        encode(texts)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def is_agreed(text: str) -> bool:
