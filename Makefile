@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Tests run in JOBS processes, the tests of one file in one of them (they share what they build).
+JOBS ?= auto
 RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-all lint format repro model ui pack compose records-check build doctor clean
+.PHONY: help env quickstart test test-all lint format repro gpu model ui pack compose records-check build doctor clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,10 +19,10 @@ quickstart: env ## Run the whole pipeline on the embedded data set, in build/qui
 	@$(RUN) -m stages.quickstart
 
 test: env ## Run the tests (no GPU needed)
-	@$(RUN) -m pytest -m "not slow"
+	@$(RUN) -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 test-all: env ## Run every test, the slow ones too
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 lint: env ## Check style and formatting
 	@$(BIN)/ruff check .
@@ -33,10 +35,13 @@ format: env ## Format the Python code
 repro: env ## Reproduce the record of params.yaml on this machine (dvc repro)
 	@$(RUN) -m dvc repro
 
-model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n on a CPU)
-	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS))
+gpu: env ## Record this machine's GPU beside the committed record (OVERRIDES="model=ms_marco")
+	@$(RUN) -m stages.gpu $(OVERRIDES)
 
-ui: env ## Open MLflow on the latest two runs, compared (http://127.0.0.1:5000)
+model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n tries n steps on the CPU)
+	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS) machine=cpu)
+
+ui: env ## Open MLflow on every step and on the latest two runs (http://127.0.0.1:5000)
 	@$(RUN) -m stages.ui
 
 pack: env ## Write .source.json for a copy of this tree that leaves git behind
@@ -55,4 +60,4 @@ doctor: env ## Check compiler, GPU and library with a sanity kernel
 	@$(RUN) -m tilerank.cli doctor
 
 clean: ## Remove what was built and the pipeline's data (not the records)
-	rm -rf build dist data reports mlartifacts mlflow.db*
+	rm -rf build dist data reports dvc_plots mlartifacts mlflow.db*

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,18 +75,58 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _producer(root: Path, relative: str) -> str:
-    """The stage whose outs hold ``relative``."""
+def _blocks(root: Path) -> dict[str, Mapping[str, Any]]:
+    """The stages of dvc.yaml."""
     from ruamel.yaml import YAML
 
     pipeline = YAML(typ="safe").load((root / "dvc.yaml").read_text(encoding="utf-8"))
-    for name, block in pipeline["stages"].items():
-        block = block.get("do", block)
-        for out in [*block.get("outs", []), *block.get("metrics", [])]:
+    return {name: block.get("do", block) for name, block in pipeline["stages"].items()}
+
+
+def _producer(root: Path, relative: str) -> str:
+    """The stage whose outs hold ``relative``."""
+    for name, block in _blocks(root).items():
+        for out in block["outs"]:
             path = next(iter(out)) if isinstance(out, Mapping) else out
             if relative == path or relative.startswith(path + "/"):
                 return name
     return ""
+
+
+def _read_before(root: Path, name: str) -> dict[str, str]:
+    """Settings (sections or single keys) that the stages before ``name`` read, and which stage does."""
+    found: dict[str, str] = {}
+    blocks = _blocks(root)
+    for dep in blocks.get(name, {}).get("deps", []):
+        if producer := _producer(root, dep):
+            own = (setting for setting in blocks[producer].get("params", []) if isinstance(setting, str))
+            found |= _read_before(root, producer) | dict.fromkeys(own, producer)
+    return found
+
+
+def _check_inputs(root: Path, name: str, settings: Settings, overrides: Sequence[str]) -> None:
+    """Overrides do not reach a what-if's inputs, which are the tracked ones. Say so; refuse another data set, whose
+    name would stand beside the tracked one's figures."""
+    here, tracked = (
+        {f"{section}.{key}": value for section, keys in dataclasses.asdict(each).items() for key, value in keys.items()}
+        for each in (settings, load_settings(root / "params.yaml"))
+    )
+    stages = {
+        key: stage
+        for key in here
+        for setting, stage in _read_before(root, name).items()
+        if here[key] != tracked[key] and (key == setting or key.startswith(f"{setting}."))
+    }
+    if not stages:
+        return
+    command = " ".join(["dvc exp run --temp", *(f"-S {shlex.quote(override)}" for override in overrides), name])
+    message = (
+        f"the inputs are those that {', '.join(sorted(set(stages.values())))} made from params.yaml, and "
+        f"{', '.join(stages)} would change them; `{command}` runs these stages too"
+    )
+    if any(key.startswith("dataset.") for key in stages):
+        raise TilerankError(message)
+    print(f"{name}: {message}", file=sys.stderr)
 
 
 def _what_if_folder(name: str, overrides: Sequence[str]) -> Path:
@@ -124,7 +166,7 @@ def stage_main(
     arguments = parser.parse_intermixed_args()
     try:
         _run(run, name, arguments, belongs_to_machine, label)
-    except (TilerankError, ValueError) as error:  # the library refuses values of settings with ValueError
+    except (TilerankError, ValueError, OSError) as error:  # settings' values are refused with ValueError; a full disk
         if os.environ.get("TILERANK_TRACEBACK"):
             raise
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -132,6 +174,15 @@ def stage_main(
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def variant_main(run: Callable[[Stage], None], *, belongs_to_machine: bool = False) -> None:
+    """`stage_main` for a stage that is run once a variant: its name is ``stage.options.variant``."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
+
+    stage_main(run, belongs_to_machine=belongs_to_machine, options=options, label=lambda arguments: arguments.variant)
 
 
 def _run(
@@ -148,6 +199,7 @@ def _run(
         from tilerank.composition import compose_settings
 
         settings = compose_settings(ROOT / "conf", arguments.overrides)
+        _check_inputs(ROOT, name, settings, arguments.overrides)
         output_root = _what_if_folder(name, arguments.overrides)
     else:
         settings = load_settings(ROOT / "params.yaml")

@@ -1,17 +1,12 @@
-"""One attention variant on workload seed: its error, and on a GPU its time beside every peer."""
+"""One attention variant on workload seed at its precisions: its error, on a GPU its time beside every peer."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
-from stages._run import Stage, stage_main
+from stages._run import Stage, variant_main
 from tilerank.errors import TilerankError
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
 
 
 def run(stage: Stage) -> None:
@@ -20,25 +15,35 @@ def run(stage: Stage) -> None:
     from tilerank.kernels import registry
     from tilerank.machine import device_for
 
-    try:
-        row = registry.get(stage.options.variant)
-    except ValueError as error:
-        raise TilerankError(str(error)) from error
-    precision = "fp32" if "fp32" in row.dtypes else row.dtypes[0]
+    row = registry.get(stage.options.variant)
     if device_for(stage.settings.machine.name) == "cpu" or row.device == "cpu":
-        record = {"ladder": attention.check_variant(row, precision)}
+        benched = {precision: {"rung": attention.check_variant(row, precision)} for precision in row.precisions}
     else:
         built = _build_record(stage, row.name)
-        record = attention.bench_variant(row, precision, stage.settings.timing)
-        if "kernel" in record["ladder"]:
-            record["ladder"] |= attention.compiled_resources(
-                built, attention.device_architecture(), record["ladder"]["kernel"]
-            )
-    if "failure" in record["ladder"]:
-        print(f"bench_attention: {row.name}: FAIL ({record['ladder']['failure']})")
-    if precision != "fp32":  # the ladder is fp32; a row for other precisions is told beside it
-        record["other_precision"] = record.pop("ladder")
-    stage.write_metrics({section: {row.name: values} for section, values in record.items()}, suffix=row.name)
+        benched = attention.bench_variant(row, stage.settings.timing)
+        for record in benched.values():
+            if "kernel" in record["rung"]:
+                record["rung"] |= attention.compiled_resources(
+                    built, attention.device_architecture(), record["rung"]["kernel"]
+                )
+    for precision, record in benched.items():
+        if "failure" in record["rung"]:
+            print(f"bench_attention: {row.name} {precision}: FAIL ({record['rung']['failure']})")
+    stage.write_metrics(_sections(row.name, benched), suffix=row.name)
+
+
+def _sections(variant: str, benched: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The ladder is fp32; rungs of other precisions stand beside it, each under its precision. So do the peers."""
+    sections: dict[str, Any] = {}
+    for precision, record in benched.items():
+        if precision == "fp32":
+            sections["ladder"] = {variant: record["rung"]}
+        else:
+            sections.setdefault("rungs", {})[precision] = {variant: record["rung"]}
+        if "peers" in record:
+            peers = sections.setdefault("peers", {}).setdefault(variant, {})
+            peers |= record["peers"] if precision == "fp32" else {precision: record["peers"]}
+    return sections
 
 
 def _build_record(stage: Stage, variant: str) -> dict[str, Any]:
@@ -50,4 +55,4 @@ def _build_record(stage: Stage, variant: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    stage_main(run, belongs_to_machine=True, options=_options, label=lambda arguments: arguments.variant)
+    variant_main(run, belongs_to_machine=True)

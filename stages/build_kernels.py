@@ -5,25 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
-
-from stages._run import Stage, stage_main
-from tilerank.errors import TilerankError
+from stages._run import Stage, variant_main
 from tilerank.kernels import build, cubins, registry
-
-
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
 
 
 def run(stage: Stage) -> None:
     """Write metrics/<machine>/build_kernels_<variant>.json."""
     from tqdm import tqdm
 
-    try:
-        row = registry.get(stage.options.variant)
-    except ValueError as error:
-        raise TilerankError(str(error)) from error
+    row = registry.get(stage.options.variant)
     with tqdm(total=len(cubins.architectures(row)), desc=f"compiling {row.name}", unit="arch", disable=None) as bar:
         described = cubins.describe(row, build.find_nvcc(), progress=lambda arch: bar.update())
     digest = f"cubin:{described['cubin_sha256']}" if described["available"] else f"source:{cubins.source_digest(row)}"
@@ -33,4 +23,4 @@ def run(stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    stage_main(run, options=_options, label=lambda arguments: arguments.variant)
+    variant_main(run)

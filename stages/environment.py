@@ -1,7 +1,8 @@
 """Make the project's virtual environment (`make env`). Needs nothing but Python 3.11 to 3.13.
 
 How torch is chosen, unless the environment variable TORCH_INDEX names a package index to take it from:
-- an NVIDIA GPU is here (nvidia-smi lists one): the default index, which gives the CUDA build on Linux;
+- an NVIDIA GPU is here (nvidia-smi lists one): the default index, which gives the build for CUDA 13 on Linux, or
+  PyTorch's own index for CUDA 12 where the GPU's driver serves no more than that;
 - no GPU: the default index if its build needs no CUDA packages, else PyTorch's own CPU index, else (that index
   cannot be reached) the CUDA build, about 3 GB, announced before the download starts.
 """
@@ -9,6 +10,7 @@ How torch is chosen, unless the environment variable TORCH_INDEX names a package
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch>=2.11,<2.14"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"  # the build for CUDA 12 that every torch in range has
 PYTHONS = ((3, 11), (3, 13))
 
 
@@ -34,6 +37,13 @@ def has_gpu() -> bool:
         return False
     answer = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False)
     return answer.returncode == 0 and "GPU" in answer.stdout
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the NVIDIA driver serves, from the heading of nvidia-smi; None where it names none."""
+    answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False)
+    found = re.search(r"CUDA Version: *(\d+)\.(\d+)", answer.stdout)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 class Environment:
@@ -75,8 +85,15 @@ class Environment:
             log(f"torch from {index} (TORCH_INDEX)")
             self.pip("install", "--index-url", index, TORCH)
         elif has_gpu():
-            log("an NVIDIA GPU is here: torch from the default index (the CUDA build, about 3 GB)")
-            self.pip("install", TORCH)
+            cuda = driver_cuda()
+            if cuda is not None and cuda < (12, 0):
+                sys.exit(f"environment: the NVIDIA driver serves CUDA {cuda[0]}.{cuda[1]}; torch needs 12.0 or newer")
+            if cuda is not None and cuda < (13, 0):
+                log(f"an NVIDIA GPU with a driver for CUDA 12 is here: torch from {CUDA_12_INDEX} (about 3 GB)")
+                self.pip("install", "--index-url", CUDA_12_INDEX, TORCH)
+            else:
+                log("an NVIDIA GPU is here: torch from the default index (the CUDA build, about 3 GB)")
+                self.pip("install", TORCH)
         elif not self.default_build_needs_cuda():
             log("no NVIDIA GPU here: the default index has a CPU build of torch")
             self.pip("install", TORCH)

@@ -1,4 +1,5 @@
-"""transformers with only its attention swapped: the gain beside Amdahl's prediction, and what it does to quality.
+"""transformers with only its attention swapped: the gain beside Amdahl's prediction, and what it does to quality, over
+the first stage's pools and over the stub's.
 
 On a machine without a GPU the attention is the reference: its scores are checked, nothing is timed or ranked.
 """
@@ -36,16 +37,18 @@ def run(stage: Stage) -> None:
         for precision in workload.precisions
     }
     _report_failures(records)
-    task = quality.make_task(dataset, pools, workload.queries)
-    unmodified, _ = drop_in.scorers(setup, "fp32")
-    baseline = quality.score_task(task, unmodified.score, "unmodified fp32")
-    ranked = {}
-    for precision in workload.precisions:
-        _, swapped = drop_in.scorers(setup, precision)
-        ranked[precision] = quality.quality_record(
-            task, baseline, quality.score_task(task, swapped.score, f"drop-in {precision}")
-        )
-    stage.write_metrics({"drop_in": records, "quality": {"drop_in": ranked}})
+    stub = retrieval.stub_pools(
+        dataset,
+        settings.retrieval,
+        workload.candidates,
+        drop_self_retrieval=settings.dataset.drop_self_retrieval,
+    )
+    tasks = {
+        name: quality.make_task(dataset, each, workload.queries)
+        for name, each in (("drop_in", pools), ("drop_in_stub", stub))
+    }
+    ranked = drop_in.rank_tasks(setup, workload.precisions, tasks)
+    stage.write_metrics({"drop_in": records, "quality": ranked})
 
 
 def _report_failures(records: dict) -> None:

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from stages._run import Stage, stage_main
+from stages._run import Stage, variant_main
 
 if TYPE_CHECKING:
     from tilerank.profiling import KernelProfile
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variant", required=True, help="a row of cuda/registry.yaml")
-
-
 def run(stage: Stage) -> None:
     """Write metrics/<machine>/profile_kernels_<variant>.json."""
     from tilerank.bench import attention
-    from tilerank.errors import TilerankError
     from tilerank.kernels import registry
     from tilerank.machine import device_for
     from tilerank.profiling import NcuError, kernel_profiles, run_ncu
 
-    try:
-        row = registry.get(stage.options.variant)
-    except ValueError as error:
-        raise TilerankError(str(error)) from error
+    row = registry.get(stage.options.variant)
     try:
         if row.device == "cpu":
             raise NcuError("host code: there is no kernel to profile")
@@ -55,4 +46,4 @@ def _fields(profile: KernelProfile) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    stage_main(run, belongs_to_machine=True, options=_options, label=lambda arguments: arguments.variant)
+    variant_main(run, belongs_to_machine=True)

@@ -9,10 +9,16 @@ from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
 from tilerank.report import host_path
+from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
-PICTURES = ("ladder", "time-shares", "lengths-scifact", "host-path")
+PAGES = ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/attention.md", "docs/analysis.md", host_path.PAGE)
+
+PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path")
 """Those that README and docs show."""
+
+LADDER_PLOT = "ladder.csv"
+"""What `dvc plots` draws."""
 
 
 def run(stage: Stage) -> None:
@@ -21,11 +27,12 @@ def run(stage: Stage) -> None:
     if not records:
         raise TilerankError(f"metrics/{machine} holds no record; run `dvc repro` (or `make quickstart`) first")
     rows = registry.attention_rows()
-    captions = {row.name: f"Expected: {row.prediction}" for row in rows}
+    predictions = {row.name: row.prediction for row in rows}
     summary = report.summarise(records)
-    built = report.build_report(records, machine, captions)
+    built = report.build_report(records, machine, predictions)
 
     write_json(stage.out(f"metrics/{machine}/{report.SUMMARY_FILE}"), summary)
+    stage.out(f"metrics/{machine}/{LADDER_PLOT}").write_text(report.ladder_csv(records, predictions), encoding="utf-8")
     page = stage.out("reports/index.html")
     page.write_text(built.page, encoding="utf-8")
     pictures = stage.out("reports/pictures")
@@ -38,13 +45,17 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        tables = report.readme_tables(records, tuple(captions)) | doc_tables(rows)
-        _update_pages(stage, built, tables | {host_path.TABLE: host_path.steps_table(records)})
+        tables = report.readme_tables(records, predictions) | doc_tables(rows)
+        tables |= {
+            "roofline": roofline_table(records, tuple(predictions)),
+            host_path.TABLE: host_path.steps_table(records),
+        }
+        _update_pages(stage, built, tables)
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:
     """The tables between markers and the pictures in README and docs."""
-    for name in ("README.md", "docs/ladder.md", "docs/kernels.md", host_path.PAGE):
+    for name in PAGES:
         page = stage.root / name
         if not page.exists():
             continue

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -305,6 +306,15 @@ struct Warp {
     std::deque<Meeting> meetings;  // one for every mask in use
 };
 
+// What a barrier in shared memory stands for; the memory itself holds nothing that kernels may read.
+struct MemoryBarrier {
+    int expected = 0;
+    int arrived = 0;
+    uint32_t parity = 0;  // of the phase under way
+    std::vector<Fiber*> waiting;
+    char sync[2] = {};  // by parity
+};
+
 struct SharedPiece {
     unsigned char* start;
     size_t bytes;
@@ -325,6 +335,8 @@ struct Block {
     Site site{"", 0};
     int turn = 0;
     char sync[2] = {};
+
+    std::map<const uint64_t*, MemoryBarrier> barriers;
 
     std::vector<SharedPiece> shared;
     std::vector<SharedPiece> dynamic;
@@ -716,6 +728,55 @@ int block_barrier(bool predicate, const char* operation, Site site) {
     run_next_thread();
     observe(sync);
     return running->barrier_count;
+}
+
+namespace {
+
+MemoryBarrier& initialised_barrier(const uint64_t* barrier, const char* operation, Site site) {
+    const auto found = block->barriers.find(barrier);
+    if (found == block->barriers.end()) FAULT(place(operation, site) + ": the barrier was not initialised");
+    return found->second;
+}
+
+}  // namespace
+
+void barrier_init(uint64_t* barrier, int arrivals, Site site) {
+    const Unobserved scope;
+    check_alignment(barrier, sizeof *barrier, "barrier_init", site);
+    check_shared(barrier, sizeof *barrier, "barrier_init", site);
+    if (arrivals < 1) FAULT(place("barrier_init", site) + ": a barrier needs at least one arrival");
+    MemoryBarrier& made = block->barriers[barrier];
+    made.expected = arrivals;
+}
+
+void barrier_arrive(uint64_t* barrier, Site site) {
+    const Unobserved scope;
+    MemoryBarrier& at = initialised_barrier(barrier, "barrier_arrive", site);
+    publish(&at.sync[at.parity]);
+    if (++at.arrived < at.expected) return;
+    at.arrived = 0;
+    at.parity ^= 1;
+    for (Fiber* fiber : at.waiting) make_ready(*fiber);
+    at.waiting.clear();
+}
+
+bool barrier_test(uint64_t* barrier, uint32_t parity, Site site) {
+    const Unobserved scope;
+    MemoryBarrier& at = initialised_barrier(barrier, "barrier_test", site);
+    if (at.parity == parity) return false;
+    observe(&at.sync[parity]);
+    return true;
+}
+
+void barrier_wait(uint64_t* barrier, uint32_t parity, Site site) {
+    const Unobserved scope;
+    MemoryBarrier& at = initialised_barrier(barrier, "barrier_wait", site);
+    if (at.parity == parity) {
+        at.waiting.push_back(running);
+        wait_in(State::kAtBarrier, "barrier_wait", site, 0);
+        run_next_thread();
+    }
+    observe(&at.sync[parity]);
 }
 
 void warp_barrier(unsigned mask, Site site) {

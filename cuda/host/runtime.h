@@ -63,6 +63,12 @@ int block_barrier(bool predicate, const char* operation, Site site);
 // Waits for the lanes of mask and makes writes before it visible to them.
 void warp_barrier(unsigned mask, Site site);
 
+// Barriers in shared memory, as common/barriers.cuh describes them.
+void barrier_init(uint64_t* barrier, int arrivals, Site site);
+void barrier_arrive(uint64_t* barrier, Site site);
+bool barrier_test(uint64_t* barrier, uint32_t parity, Site site);
+void barrier_wait(uint64_t* barrier, uint32_t parity, Site site);
+
 // ---- Checked memory access ------------------------------------------------------------------------------------------
 
 // Fails the launch when address is not a multiple of alignment; shows the access to the sanitizers.

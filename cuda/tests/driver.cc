@@ -1,10 +1,12 @@
 // Every variant against the reference, in one small program for compute-sanitizer, AddressSanitizer and the like: no
 // Python, no framework, exact-size buffers.
 //
-//     driver [--variant NAME] [--lengths 0,1,33] [--list]
+//     driver [--variant NAME] [--lengths 0,1,33] [--sample] [--list]
 //
 // Lengths straddle the tiles that kernels use. Each case runs what the variant's row says that it serves: dtypes, head
-// dims, layouts, and restrictions one by one and all together. Exit code 1 when a value is wrong, 2 for bad arguments.
+// dims, layouts, and restrictions one by one and all together. --sample runs each of these and each length, but not all
+// of them at every length: under a sanitizer a case takes a hundred times longer. Exit code 1 when a value is wrong, 2 for
+// bad arguments.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -154,6 +156,7 @@ struct Case {
     int length;
     bool packed;
     uint32_t masks;  // TILERANK_SERVES_... bits
+    int heads;
 };
 
 constexpr const char* kDtypeNames[] = {"fp32", "fp16", "bf16"};
@@ -183,12 +186,11 @@ struct Problem {
 
     explicit Problem(const Case& c) {
         Random random{static_cast<uint64_t>(c.length * 7919 + c.head_dim * 31 + c.dtype)};
-        const bool small = c.length < 128;  // long sequences get one head: the reference takes its time
-        const int64_t heads = small ? 4 : 1;
-        const int64_t kv_heads = small ? 2 : 1;
+        const int64_t heads = c.heads;
+        const int64_t kv_heads = heads > 1 ? heads / 2 : 1;
         const int64_t length = c.length;
         const int64_t dim = c.head_dim;
-        const int64_t batch = c.packed ? 3 : (small ? 2 : 1);
+        const int64_t batch = c.packed ? 3 : (heads > 1 ? 2 : 1);
         offsets = {0, c.length, c.length + 1, c.length + 1 + c.length / 2};
         const int64_t rows = c.packed ? offsets.back() : batch * length;
         q = random_values(&random, c.dtype, static_cast<size_t>(rows * heads * dim));
@@ -314,6 +316,38 @@ std::vector<uint32_t> masks_of(const tilerank_variant& row, bool packed) {
     return masks;
 }
 
+// Everything that the row serves at a length.
+std::vector<Case> cases_of(const tilerank_variant& row, int length) {
+    std::vector<Case> cases;
+    if (row.max_k_len > 0 && length > row.max_k_len) return cases;
+    const int heads = length < 128 ? 4 : 1;  // long sequences get one head: the reference takes its time
+    for (int dtype = TILERANK_FP32; dtype <= TILERANK_BF16; ++dtype) {
+        if (!(row.dtypes & (1u << dtype))) continue;
+        for (const int layout : {TILERANK_LAYOUT_PADDED, TILERANK_LAYOUT_PACKED}) {
+            if (!(row.layouts & static_cast<uint32_t>(layout))) continue;
+            const bool packed = layout == TILERANK_LAYOUT_PACKED;
+            for (const int head_dim : dims_of(row, length)) {
+                for (const uint32_t masks : masks_of(row, packed)) {
+                    cases.push_back({dtype, head_dim, length, packed, masks, heads});
+                }
+            }
+        }
+    }
+    return cases;
+}
+
+// Of the cases at the length with this number, its share: over all lengths each kind of case comes once, and each length
+// has one.
+std::vector<Case> sample_of(const std::vector<Case>& cases, size_t number, size_t lengths) {
+    std::vector<Case> sample;
+    for (size_t kind = 0; kind < cases.size(); ++kind) {
+        if (kind % lengths != number && kind != number % cases.size()) continue;
+        sample.push_back(cases[kind]);
+        sample.back().heads = cases[kind].heads > 1 ? 2 : 1;
+    }
+    return sample;
+}
+
 struct Tally {
     int cases = 0;
     int wrong = 0;
@@ -337,18 +371,21 @@ std::vector<int> parse_lengths(const char* text) {
 int main(int argc, char** argv) {
     std::vector<int> lengths = {0, 1, 31, 32, 33, 48, 63, 64, 65, 511, 512};
     const char* only = nullptr;
+    bool sample = false;
     for (int i = 1; i < argc; ++i) {
         if (std::strcmp(argv[i], "--variant") == 0 && i + 1 < argc) {
             only = argv[++i];
         } else if (std::strcmp(argv[i], "--lengths") == 0 && i + 1 < argc) {
             lengths = parse_lengths(argv[++i]);
+        } else if (std::strcmp(argv[i], "--sample") == 0) {
+            sample = true;
         } else if (std::strcmp(argv[i], "--list") == 0) {
             for (int32_t row = 0; row < tilerank_attention_variant_count(); ++row) {
                 std::printf("%s\n", tilerank_attention_variant(row)->name);
             }
             return 0;
         } else {
-            stop(argv[i], "not understood; allowed: --variant NAME, --lengths LIST, --list");
+            stop(argv[i], "not understood; allowed: --variant NAME, --lengths LIST, --sample, --list");
         }
     }
 
@@ -366,36 +403,27 @@ int main(int argc, char** argv) {
     if (rows.empty()) stop(only == nullptr ? "variants" : only, "this library has nothing of that name to run here");
 
     std::map<std::string, Tally> tallies;
-    for (const int length : lengths) {
-        for (int dtype = TILERANK_FP32; dtype <= TILERANK_BF16; ++dtype) {
-            // By case, so that the reference computes each once for all variants.
-            std::map<std::string, Bytes> expected;
-            for (const tilerank_variant* row : rows) {
-                if (!(row->dtypes & (1u << dtype)) || (row->max_k_len > 0 && length > row->max_k_len)) continue;
-                for (const int layout : {TILERANK_LAYOUT_PADDED, TILERANK_LAYOUT_PACKED}) {
-                    if (!(row->layouts & static_cast<uint32_t>(layout))) continue;
-                    const bool packed = layout == TILERANK_LAYOUT_PACKED;
-                    for (const int head_dim : dims_of(*row, length)) {
-                        for (const uint32_t masks : masks_of(*row, packed)) {
-                            const Case c{dtype, head_dim, length, packed, masks};
-                            Problem problem(c);
-                            Bytes& answer = expected[describe(c)];
-                            if (answer.empty()) {
-                                answer = problem.out;
-                                const Problem& p = problem;
-                                if (problem.run("reference", c, p.q.data(), p.k.data(), p.v.data(), answer.data(),
-                                                p.key_lengths.data(), p.mask.data(), p.offsets.data()) != TILERANK_OK) {
-                                    stop("reference", tilerank_last_error());
-                                }
-                            }
-                            Tally& tally = tallies[row->name];
-                            const double error = run_case(row->name, c, &problem, answer);
-                            ++tally.cases;
-                            tally.wrong += std::isinf(error);
-                            if (!std::isinf(error) && error > tally.worst[dtype]) tally.worst[dtype] = error;
-                        }
+    for (size_t number = 0; number < lengths.size(); ++number) {
+        std::map<std::string, Bytes> expected;  // by case: the reference computes each once for all variants
+        for (const tilerank_variant* row : rows) {
+            std::vector<Case> cases = cases_of(*row, lengths[number]);
+            if (sample) cases = sample_of(cases, number, lengths.size());
+            for (const Case& c : cases) {
+                Problem problem(c);
+                Bytes& answer = expected[describe(c)];
+                if (answer.empty()) {
+                    answer = problem.out;
+                    const Problem& p = problem;
+                    if (problem.run("reference", c, p.q.data(), p.k.data(), p.v.data(), answer.data(),
+                                    p.key_lengths.data(), p.mask.data(), p.offsets.data()) != TILERANK_OK) {
+                        stop("reference", tilerank_last_error());
                     }
                 }
+                Tally& tally = tallies[row->name];
+                const double error = run_case(row->name, c, &problem, answer);
+                ++tally.cases;
+                tally.wrong += std::isinf(error);
+                if (!std::isinf(error) && error > tally.worst[c.dtype]) tally.worst[c.dtype] = error;
             }
         }
     }

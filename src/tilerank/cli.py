@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,24 +18,37 @@ from typing import Any, TextIO
 from tilerank._version import __version__
 from tilerank.errors import TilerankError
 
+_GRADE = re.compile(r"[+-]?[0-9]{1,9}")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when it ended well, 1 after one line on stderr, 2 for wrong usage."""
     options = _parser().parse_args(arguments)
+    if sys.stderr is None:  # closed: print would write errors to standard output instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
+        if sys.stdout is None:
+            raise TilerankError("standard output is closed; open it, or redirect it to a file")
         with _warnings_in_one_line():
             options.command(options)
         sys.stdout.flush()
-    except (TilerankError, ValueError, RuntimeError, MemoryError) as error:
-        print(f"tilerank: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
+    except (TilerankError, ValueError, RuntimeError, MemoryError, OSError) as error:
+        print(f"tilerank: {' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, OSError):  # a full disk: what is left unwritten would fail once more at the exit
+            _discard_output()
+        return 1
     except KeyboardInterrupt:
         print("tilerank: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _discard_output() -> None:
+    with contextlib.suppress(io.UnsupportedOperation):  # not a file: nothing is written at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +127,9 @@ def _rerank(options: argparse.Namespace) -> None:
         _print_json({"query": options.query, "truncated": ranking.truncated, "results": list(ranking)})
         return
     for rank, result in enumerate(ranking, start=1):
-        text = " ".join(result["text"].split()).encode("utf-8", "replace").decode("utf-8")
+        # What the terminal's encoding lacks is replaced: a ranking is worth more than a character.
+        encoding = sys.stdout.encoding or "utf-8"
+        text = " ".join(result["text"].split()).encode(encoding, "replace").decode(encoding)
         print(f"{rank}\t{result['score']:.6f}\t{result['corpus_id']}\t{text}")
     if ranking.truncated:
         print(f"tilerank: {ranking.truncated} passages cut to fit {reranker.max_length} tokens", file=sys.stderr)
@@ -208,10 +224,9 @@ def _read_qrels(name: str) -> dict[str, dict[str, int]]:
         grades = qrels.setdefault(query, {})
         if document in grades:
             raise TilerankError(f"{name}:{number}: document {document} is judged twice under query {query}")
-        try:
-            grades[document] = int(grade)
-        except ValueError as error:
-            raise TilerankError(f"{name}:{number}: {grade!r} is not a whole number") from error
+        if not _GRADE.fullmatch(grade):
+            raise TilerankError(f"{name}:{number}: {grade!r:.80} is not a whole number of at most nine digits")
+        grades[document] = int(grade)
     if not qrels:
         raise TilerankError(f"{name} holds no judgements")
     return qrels
@@ -257,12 +272,14 @@ def _read_json_run(text: str, name: str) -> dict[str, dict[str, float]]:
 
 
 def _score(value: Any, place: str) -> float:
+    # Python's own spellings, 1_000 for a thousand and True for 1, are none of a run's.
+    is_python_only = isinstance(value, bool) or (isinstance(value, str) and ("_" in value or not value.isascii()))
     try:
-        score = float(value)
+        score = math.nan if is_python_only else float(value)
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     if math.isnan(score):
-        raise TilerankError(f"{place}: {value!r} is not a number")
+        raise TilerankError(f"{place}: {value!r:.80} is not a number")
     return score
 
 
@@ -271,6 +288,8 @@ def _open(name: str) -> Iterator[TextIO]:
     """Lines of UTF-8 text, with or without a byte order mark, whatever the locale; ``-`` is standard input."""
     try:
         if name == "-":
+            if sys.stdin is None:
+                raise TilerankError("standard input is closed; name a file")
             stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="\n")
             try:
                 yield stream

@@ -82,11 +82,13 @@ def evaluate(qrels: Qrels, run: Run, measures: Sequence[str], *, corpus: Collect
     corpus: ids of the documents that exist, to count judged documents that are missing.
 
     Raises ValueError for an unknown measure, a NaN score or judgements without queries, and TypeError for anything
-    but mappings of mappings, ids that are not strings, grades that are not integers, a measure that is no name, or
-    one measure's name in place of a list.
+    but mappings of mappings, ids that are not strings, grades that are not integers, scores that are no numbers, a
+    measure that is no name, or one name in place of a list of measures or of the corpus.
     """
     if isinstance(measures, str):
         raise TypeError(f"measures must be a list of names, got the string {measures!r}; pass [{measures!r}]")
+    if isinstance(corpus, str):
+        raise TypeError(f"corpus must be a collection of document ids, got the string {corpus!r:.80}")
     functions = {name: _parse_measure(name) for name in measures}
     _check_ids("qrels", qrels)
     _check_ids("run", run)
@@ -168,6 +170,7 @@ def kendall_tau(first: ArrayLike, second: ArrayLike) -> float:
 
     Where tau-b is undefined (fewer than two distinct scores) the answer is 1 if neither list prefers anything and 0
     if only one does. Quadratic in memory, which is nothing for the few hundred candidates of a reranker.
+    Raises ValueError for lists of two lengths.
     """
     signs = []
     for scores in (first, second):
@@ -175,6 +178,8 @@ def kendall_tau(first: ArrayLike, second: ArrayLike) -> float:
         above = values[:, None] > values[None, :]
         signs.append(above.astype(np.int64) - above.T)
     ordered_first, ordered_second = (int(np.abs(sign).sum()) for sign in signs)
+    if signs[0].shape != signs[1].shape:
+        raise ValueError(f"both must score the same candidates, got {len(signs[0])} and {len(signs[1])}")
     if not ordered_first and not ordered_second:
         return 1.0
     if not ordered_first or not ordered_second:
@@ -201,7 +206,11 @@ def bootstrap_difference(
 def _best_first(scores: Sequence[float], where: str) -> list[int]:
     """Indices from the highest score down. Python's sort is stable, reversed too, so equal scores keep their order."""
     for index, score in enumerate(scores):
-        if math.isnan(score):
+        try:
+            is_nan = math.isnan(score)
+        except (TypeError, OverflowError) as error:
+            raise TypeError(f"{where}: the score of document number {index} is {score!r:.80}; not a float") from error
+        if is_nan:
             raise ValueError(f"{where}: the score of document number {index} is NaN; a ranking needs comparable scores")
     return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 

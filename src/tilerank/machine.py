@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -63,6 +64,14 @@ def describe_machine(use_cuda: bool) -> Machine:
             driver = _driver_version()
             cuda = torch.version.cuda
     return Machine(cpu=cpu_name(), cores=usable_cores(), gpu=gpu, driver=driver, cuda=cuda)
+
+
+def name_for(gpu: str) -> str:
+    """What ``machine=auto`` calls a machine with this GPU unless its owner does: ``t4`` for a "Tesla T4",
+    ``rtx-4090`` for an "NVIDIA GeForce RTX 4090"."""
+    model = re.split(r"-(?:SXM|PCI|\d+GB)|\s\d+GB", gpu)[0]  # without what the same GPU comes in
+    words = re.findall(r"[a-z0-9]+", model.lower())
+    return "-".join(word for word in words if word not in ("nvidia", "tesla", "geforce")) or "local"
 
 
 def device_for(machine_name: str) -> str:

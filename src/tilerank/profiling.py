@@ -279,12 +279,12 @@ def run_ncu(command: Sequence[str], *, kernel_regex: str, timeout: float = 300.0
     options = ["--csv", "--page", "raw", "--clock-control", "none", "--kernel-name-base", "demangled"]
     arguments = [tool, *options, "--kernel-name", f"regex:{kernel_regex}", *sections, *command]
     try:
-        answer = _run(arguments, timeout)
+        answer = run_tool(arguments, timeout)
     except subprocess.TimeoutExpired as error:
         raise NcuUnavailableError(f"ncu did not end within {timeout:.0f} s") from error
     _raise_for_messages([*answer.stdout.splitlines(), *answer.stderr.splitlines()])
     if answer.returncode != 0:
-        raise NcuUnavailableError(f"ncu ended with exit code {answer.returncode}: {_last_line(answer)}")
+        raise NcuUnavailableError(f"ncu ended with exit code {answer.returncode}: {last_line(answer)}")
     return parse_ncu(f"{answer.stdout}\n{answer.stderr}")
 
 
@@ -296,17 +296,17 @@ def run_nsys(command: Sequence[str], output: Path, *, timeout: float = 300.0) ->
     report = output.with_name(output.name + ".nsys-rep")
     arguments = [tool, "profile", "--trace=cuda,nvtx,osrt", "--force-overwrite=true", f"--output={output}", *command]
     try:
-        answer = _run(arguments, timeout)
+        answer = run_tool(arguments, timeout)
     except subprocess.TimeoutExpired as error:
         raise NsysError(f"nsys did not end within {timeout:.0f} s") from error
     if answer.returncode != 0:
-        raise NsysError(f"nsys ended with exit code {answer.returncode}: {_last_line(answer)}")
+        raise NsysError(f"nsys ended with exit code {answer.returncode}: {last_line(answer)}")
     if not report.exists():
-        raise NsysError(f"nsys wrote no {report.name}: {_last_line(answer)}")
+        raise NsysError(f"nsys wrote no {report.name}: {last_line(answer)}")
     return report
 
 
-def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+def run_tool(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Run a tool on a command that imports this very package; on a timeout it ends with everything it started."""
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
@@ -325,7 +325,7 @@ def _run(arguments: Sequence[str], timeout: float) -> subprocess.CompletedProces
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
+def last_line(answer: subprocess.CompletedProcess[str]) -> str:
     lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
     return lines[-1] if lines else "it printed nothing"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -65,8 +66,8 @@ class Reranker:
         bi-encoder (pooled as its modules.json says, by default the mean; vectors of length 1).
     device: "cpu", "cuda" or "cuda:<number>"; None takes CUDA where there is a device, else the CPU.
     precision: "fp32", "tf32", "fp16" or "bf16", whatever dtype the file has and whatever torch's global switches say.
-    attention: "auto" (a registered kernel where one serves better than torch's own), "sdpa", "eager", or a registered
-        variant.
+    attention: "auto" (a registered kernel where one serves better than torch's own; what the model itself computes
+        where it knows no SDPA, as MPNet and DeBERTa), "sdpa", "eager", or a registered variant.
     max_length: tokens a pair (cross-encoder) or a text (bi-encoder) has at most; a smaller limit that the model's own
         files set for its tokenizer holds too, as in sentence-transformers. The attribute has the limit in force.
     host_path: how text gets through the model: one of `tilerank.host_path.PATHS`, or "auto" for the last of them that
@@ -110,14 +111,16 @@ class Reranker:
         if token_cache is not None:
             self.tokenizer.use_cache(TokenCache(Path(token_cache)))
         dtype = PRECISIONS[precision]
-        self.model = load_model(self.path, self.kind, dtype, implementation).to(self.device)
-        chosen = _choose_path(wanted, attention, self.device, dtype, self.model.config, description, self.max_length)
+        model = load_model(self.path, self.kind, dtype, implementation)
+        chosen = _choose_path(wanted, attention, self.device, dtype, model.config, description, self.max_length)
+        if chosen.attention is None:
+            _check_variant(attention, self.device, precision, model, self.max_length)
+        self.model = model.to(self.device)
         self.host_path, self.host_path_reason = chosen.path, chosen.reason
         is_classifier = self.kind == "cross-encoder"
         head = Head(is_classifier, "first" if is_classifier or description.pooling == "cls" else "mean")
         self.encoder: Encoder
         if chosen.attention is None:
-            _check_variant(attention, self.device, precision, self.model.config, self.max_length)
             self.attention = "sdpa" if attention == "auto" else attention
             self.encoder = PaddedEncoder(self.model, description, head, self.tokenizer.pad_id, self.device)
         else:
@@ -148,7 +151,8 @@ class Reranker:
         Raises TypeError for anything but pairs of strings, ValueError for another number of scores, and
         `TilerankError` for a score that is not finite.
         """
-        if isinstance(pairs, (list, tuple)) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
+        is_sequence = isinstance(pairs, (list, tuple, np.ndarray))
+        if is_sequence and len(pairs) == 2 and all(isinstance(text, str) for text in pairs):
             return self.score([pairs], batch_size, show_progress_bar, activation_fn).values[0]
         return self.score(pairs, batch_size, show_progress_bar, activation_fn).values
 
@@ -207,8 +211,10 @@ class Reranker:
         activation_fn: Activation | None,
     ) -> list[Ranking]:
         """``name`` is what messages call a list of candidates."""
-        if top_k is not None and top_k < 0:
-            raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
+        if top_k is not None:
+            top_k = _integer("top_k", top_k)
+            if top_k < 0:
+                raise ValueError(f"top_k is {top_k}; allowed: 0 and above, or None for all")
         lists = []
         for number, (query, documents) in enumerate(zip(queries, candidates, strict=True)):
             if not isinstance(query, str):
@@ -237,8 +243,10 @@ class Reranker:
         ``batch_size`` is the most sequences a forward pass has; None leaves it to the host path. No score depends on
         it.
         """
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
+        if batch_size is not None:
+            batch_size = _integer("batch_size", batch_size)
+            if batch_size < 1:
+                raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
         checked = [_pair(pair, index) for index, pair in enumerate(_items(pairs, "pairs"))]
         hidden = None if show_progress_bar else True  # None: shown on a terminal only
         with (
@@ -265,10 +273,10 @@ class Reranker:
         for name, scores in (("logit", raw), ("score", values)):
             if not np.isfinite(scores).all():
                 index = int(np.flatnonzero(~np.isfinite(scores))[0])
-                raise TilerankError(
-                    f"the {name} of pair {index} is {scores[index]}; {self.path / WEIGHTS} may be damaged, or "
-                    f"its values too large for {self.precision}"
-                )
+                cause = f"{self.path / WEIGHTS} may be damaged, or its values too large for {self.precision}"
+                if name == "score":  # the logits are finite
+                    cause = f"the activation made it of the logit {raw[index]}"
+                raise TilerankError(f"the {name} of pair {index} is {scores[index]}; {cause}")
         return Scores(values, raw, np.concatenate(cut))
 
     def score_in_steps(self, pairs: Sequence[tuple[str, str]], mark: Callable[[], None]) -> np.ndarray:
@@ -453,16 +461,20 @@ def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((len(logits), 1), (len(logits),)):
         raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")
-    return values.reshape(-1).float().cpu().numpy()
+    return torch.as_tensor(values).reshape(-1).float().cpu().numpy()
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def _checked_max_length(max_length: int, description: ModelDescription) -> int:
-    try:
-        if isinstance(max_length, bool):
-            raise TypeError
-        max_length = operator.index(max_length)
-    except TypeError:
-        raise TypeError(f"max_length must be an integer, got {type(max_length).__name__}") from None
+    max_length = _integer("max_length", max_length)
     limit = description.position_limit
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; the model's position table serves at most {limit} tokens")
@@ -483,12 +495,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _implementation(attention: str) -> str:
-    """The name under which transformers knows the attention."""
-    if attention in ("auto", "sdpa"):
-        return "sdpa"
-    if attention == "eager":
-        return "eager"
+def _implementation(attention: str) -> str | None:
+    """The name under which transformers knows the attention; None: SDPA where the model serves it, else eager."""
+    if attention == "auto":
+        return None
+    if attention in ("sdpa", "eager"):
+        return attention
     from tilerank.kernels import huggingface, registry
 
     variants = [row.name for row in registry.attention_rows()]
@@ -499,12 +511,20 @@ def _implementation(attention: str) -> str:
     return name
 
 
-def _check_variant(attention: str, device: torch.device, precision: str, config: Any, max_length: int) -> None:
+def _check_variant(
+    attention: str, device: torch.device, precision: str, model: torch.nn.Module, max_length: int
+) -> None:
     """Refuse a registered variant that cannot run this model here. Masks are left to the call: some need none."""
     if attention in ("auto", "sdpa", "eager"):
         return
-    from tilerank.kernels import registry
+    from tilerank.kernels import huggingface, registry
 
+    if not huggingface.calls_interface(type(model)):
+        raise TilerankError(
+            f"attention {attention!r} does not serve {type(model).__name__}, which computes attention by itself; "
+            "use auto or eager"
+        )
+    config = model.config
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = registry.Request(
         device=device.type,
@@ -519,7 +539,7 @@ def _check_variant(attention: str, device: torch.device, precision: str, config:
 
 
 def load_model(
-    path: Path, kind: Kind, dtype: torch.dtype, implementation: str, *, new_head: bool = False
+    path: Path, kind: Kind, dtype: torch.dtype, implementation: str | None, *, new_head: bool = False
 ) -> torch.nn.Module:
     """The transformers model in folder ``path``, on the CPU, with this dtype and attention, whatever the file has.
 
@@ -582,14 +602,44 @@ def _activation(description: ModelDescription) -> Activation:
     return torch.nn.Sigmoid()
 
 
+class _Products:
+    """What fp32 products mean. It is one setting of the whole process: threads that want different ones take turns."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._users = 0
+        self._wanted = ""
+        self._before = ("", "")  # what the process had set: cuda, cpu
+
+    @contextlib.contextmanager
+    def as_wanted(self, wanted: str) -> Iterator[None]:
+        """``wanted`` ("tf32" or "ieee") on CUDA, exact on the CPU, until the last user leaves."""
+        cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        with self._turn:
+            self._turn.wait_for(lambda: not self._users or self._wanted == wanted)
+            if not self._users:
+                self._wanted, self._before = wanted, (cuda.fp32_precision, cpu.fp32_precision)
+                cuda.fp32_precision, cpu.fp32_precision = wanted, "ieee"
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._users -= 1
+                if not self._users:
+                    cuda.fp32_precision, cpu.fp32_precision = self._before
+                    self._turn.notify_all()
+
+
+_products = _Products()
+
+
 @contextlib.contextmanager
 def _arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     """Fix what fp32 products mean, whatever the process has set (an autocast around the call included)."""
-    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    before = cuda.fp32_precision, cpu.fp32_precision
-    cuda.fp32_precision, cpu.fp32_precision = "tf32" if precision == "tf32" else "ieee", "ieee"
-    try:
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        cuda.fp32_precision, cpu.fp32_precision = before
+    with (
+        _products.as_wanted("tf32" if precision == "tf32" else "ieee"),
+        torch.inference_mode(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

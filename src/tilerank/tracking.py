@@ -21,6 +21,8 @@ from tilerank.errors import TilerankError
 
 STORE_FILE = "mlflow.db"
 ARTIFACT_FOLDER = "mlartifacts"
+UI_VIEW = "workflowType=machine_learning"
+"""The part of an address that makes MLflow's UI show runs; otherwise it opens on traces of language models."""
 
 _TAG_PIPELINE = "tilerank.pipeline"
 _TAG_STAGE = "tilerank.stage"
@@ -122,19 +124,21 @@ def _lock_file(root: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the system frees it when the process ends, however it ends."""
+def exclusive(root: Path) -> Iterator[None]:
+    """Be the only one that looks for runs and makes them; the system frees the lock when the process ends, however
+    it ends."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system: stages of one pipeline then must not start at the same moment
         yield
         return
-    with open(path, "w", encoding="utf-8") as handle:
+    with open(_lock_file(root), "w", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
-def _open_client(root: Path) -> Any:
+def open_client(root: Path) -> Any:
+    """A client of the store of `tracking_uri`, quick to give up on a server that does not answer."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # A server that cannot be reached must fail a stage within seconds, not after MLflow's minutes of retries.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -148,7 +152,17 @@ def _open_client(root: Path) -> Any:
     return MlflowClient(tracking_uri=tracking_uri(root))
 
 
-def _experiment_id(client: Any, root: Path, name: str) -> str:
+def unusable(root: Path, error: Exception) -> TilerankError:
+    """The one-line error for a store that MLflow cannot work with."""
+    reason = str(error).splitlines()[0]
+    return TilerankError(
+        f"MLflow at {tracking_uri(root)} cannot be used ({reason}); start the server, "
+        "or unset MLFLOW_TRACKING_URI to use the local store"
+    )
+
+
+def ensure_experiment(client: Any, root: Path, name: str) -> str:
+    """The id of the experiment ``name``, which is made if there is none."""
     experiment = client.get_experiment_by_name(name)
     if experiment is not None:
         return experiment.experiment_id
@@ -159,7 +173,8 @@ def _experiment_id(client: Any, root: Path, name: str) -> str:
     return client.create_experiment(name, artifact_location=location)
 
 
-def _search(client: Any, experiment_id: str, query: str) -> list[Any]:
+def search(client: Any, experiment_id: str, query: str) -> list[Any]:
+    """Every run of the experiment that ``query`` finds, page by page."""
     runs, token = [], None
     while True:
         page = client.search_runs([experiment_id], query, max_results=1000, page_token=token)
@@ -170,7 +185,7 @@ def _search(client: Any, experiment_id: str, query: str) -> list[Any]:
 
 
 def _fail_dead_runs(client: Any, experiment_id: str) -> None:
-    for run in _search(client, experiment_id, "attributes.status = 'RUNNING'"):
+    for run in search(client, experiment_id, "attributes.status = 'RUNNING'"):
         if _is_gone(run.data.tags.get(_TAG_PROCESS, "")):
             client.set_terminated(run.info.run_id, status="FAILED")
 
@@ -195,11 +210,11 @@ def stage_run(
     key = pipeline_key(commit, settings)
     own = {_TAG_PROCESS: _process_tag(), _TAG_PIPELINE: key, **{k: str(v) for k, v in tags.items() if v is not None}}
     try:
-        with _lock(_lock_file(root)):
-            client = _open_client(root)
-            experiment_id = _experiment_id(client, root, settings.tracking.experiment)
+        with exclusive(root):
+            client = open_client(root)
+            experiment_id = ensure_experiment(client, root, settings.tracking.experiment)
             _fail_dead_runs(client, experiment_id)
-            parents = _search(client, experiment_id, f"tags.`{_TAG_PIPELINE}` = '{key}' and tags.kind = 'pipeline'")
+            parents = search(client, experiment_id, f"tags.`{_TAG_PIPELINE}` = '{key}' and tags.kind = 'pipeline'")
             if parents:
                 parent_id = parents[0].info.run_id
             else:
@@ -216,11 +231,7 @@ def stage_run(
         )
         client.log_batch(nested.info.run_id, params=params)
     except MlflowException as error:
-        reason = str(error).splitlines()[0]
-        raise TilerankError(
-            f"MLflow at {tracking_uri(root)} cannot be used ({reason}); start the server, "
-            "or unset MLFLOW_TRACKING_URI to use the local store"
-        ) from error
+        raise unusable(root, error) from error
     status = "FAILED"
     try:
         yield StageRun(nested.info.run_id, client)
@@ -238,9 +249,9 @@ def comparison_page(root: Path, experiment: str, stage: str | None) -> str:
     import json
     from urllib.parse import quote
 
-    client = _open_client(root)
+    client = open_client(root)
     found = client.get_experiment_by_name(experiment)
-    runs = [] if found is None else _search(client, found.experiment_id, "tags.kind = 'stage'")
+    runs = [] if found is None else search(client, found.experiment_id, "tags.kind = 'stage'")
     runs = [run for run in runs if run.info.status == "FINISHED" and stage in (None, run.info.run_name)]
     if not runs:
         what = f"finished run of {stage}" if stage else "finished run"
@@ -250,5 +261,6 @@ def comparison_page(root: Path, experiment: str, stage: str | None) -> str:
         by_name.setdefault(run.info.run_name, []).append(run.info.run_id)
     chosen = next((ids[:2] for ids in by_name.values() if len(ids) > 1), next(iter(by_name.values()))[:1])
     if len(chosen) == 1:
-        return f"#/experiments/{found.experiment_id}/runs/{chosen[0]}"
-    return f"#/compare-runs?runs={quote(json.dumps(chosen))}&experiments={quote(json.dumps([found.experiment_id]))}"
+        return f"#/experiments/{found.experiment_id}/runs/{chosen[0]}?{UI_VIEW}"
+    compared = f"runs={quote(json.dumps(chosen))}&experiments={quote(json.dumps([found.experiment_id]))}"
+    return f"#/compare-runs?{compared}&{UI_VIEW}"

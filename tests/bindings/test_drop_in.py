@@ -21,6 +21,7 @@ from tilerank.bench.rerank import Call, RerankSetup
 from tilerank.bench.timing import Row
 from tilerank.config import load_settings
 from tilerank.kernels import huggingface
+from tilerank.quality import Task
 from tilerank.types import Pool
 
 
@@ -81,6 +82,25 @@ def test_only_the_attention_is_swapped(setup):
 def test_the_rerank_path_may_be_sdpa(setup):
     _, ours = drop_in.scorers(replace(setup, attention="sdpa"), "fp32")
     assert drop_in.attention_time(drop_in._forward(ours, CALL), drop_in.OUR_OPERATOR).calls > 0
+
+
+@pytest.mark.parametrize("lose_mask", [False, True])
+def test_quality_of_every_task_beside_the_unmodified_model(setup, monkeypatch, lose_mask):
+    if lose_mask:
+        monkeypatch.setattr(tilerank, "register", register_without_mask)
+    passages = {f"d{index}": text for index, text in enumerate(CALL.passages)}
+    few = tuple(passages)[:3]
+    tasks = {
+        name: Task({"q": {"d1": 1}}, {"q": CALL.query}, {"q": candidates}, passages)
+        for name, candidates in (("drop_in", tuple(passages)), ("drop_in_stub", few))
+    }
+    ranked = drop_in.rank_tasks(setup, ("fp32",), tasks)
+    assert {name: set(records) for name, records in ranked.items()} == {"drop_in": {"fp32"}, "drop_in_stub": {"fp32"}}
+    for record in (records["fp32"] for records in ranked.values()):
+        assert record["queries"] == 1
+        assert (record["max_abs_logit_diff"] > 1e-3) == lose_mask
+    if not lose_mask:
+        assert {records["fp32"]["top10_exact"] for records in ranked.values()} == {1.0}
 
 
 def row(name, milliseconds, error=1e-6):

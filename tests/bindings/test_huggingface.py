@@ -450,6 +450,16 @@ def test_what_is_not_served_is_refused_by_name():
         build(BertModel, bert_config())(ids)
 
 
+@pytest.mark.parametrize("family", ["MPNet", "RoFormer"])
+def test_a_model_that_computes_attention_by_itself_is_refused(family):
+    """It asks for a mask, which it adds to its scores, and calls no attention function."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{family}Model computes attention by itself.*eager"):
+        build(getattr(transformers, f"{family}Model"), config)(tokens(2, 5))
+
+
 def test_refusals_of_the_attention_function():
     q = torch.zeros(1, 2, 4, 8)
     module = torch.nn.Module()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_causal_counts_from_the_first_key():
     assert torch.equal(tilerank.attention(q, k, v, causal=True), out)
 
 
-@pytest.mark.parametrize("form", ["list", "tuple", "numpy", "int32", "int64"])
+@pytest.mark.parametrize("form", ["list", "tuple", "numpy", "read-only numpy", "int32", "int64"])
 def test_key_lengths_in_every_form(form):
     q, k, v = inputs((3, 2, 4, 8))
     values = [4, 1, 2]
@@ -79,10 +80,14 @@ def test_key_lengths_in_every_form(form):
         "list": values,
         "tuple": tuple(values),
         "numpy": np.array(values),
+        "read-only numpy": np.broadcast_to(np.array(values), (2, 3))[0],
         "int32": torch.tensor(values, dtype=torch.int32),
         "int64": torch.tensor(values)[None].expand(2, -1).t()[:, 0],  # a strided view
     }
-    reference.assert_close(tilerank.attention(q, k, v, key_lengths=forms[form]), q, k, v, key_lengths=values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's about arrays that it may not write to
+        out = tilerank.attention(q, k, v, key_lengths=forms[form])
+    reference.assert_close(out, q, k, v, key_lengths=values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -315,6 +320,13 @@ REFUSED = {
     "causal is text": ((Q, K, K), {"causal": "no"}, TypeError, "causal is 'no'.*True or False"),
     "check is a number": ((Q, K, K), {"check": 1}, TypeError, "check is 1.*True or False"),
     "no variant": ((Q, K, K), {"variant": None}, TypeError, "variant is None.*auto"),
+    "lengths are bytes": ((Q, K, K), {"key_lengths": b"ab"}, TypeError, "key_lengths is b'ab'"),
+    "lengths are one number": ((Q, K, K), {"key_lengths": np.array(3)}, TypeError, r"key_lengths is array\(3\)"),
+    "scale is text": ((Q, K, K), {"scale": "0.5"}, TypeError, "scale is '0.5'; expected a number"),
+    "scale is a truth value": ((Q, K, K), {"scale": True}, TypeError, "scale is True"),
+    "scale is a list": ((Q, K, K), {"scale": [0.5]}, TypeError, r"scale is \[0.5\]"),
+    "scale beyond float32": ((Q, K, K), {"scale": 1e39}, ValueError, "scale is 1e\\+39.*float32"),
+    "scale beyond every float": ((Q, K, K), {"scale": 10**400}, ValueError, "scale is 1000.*float32"),
     "infinite scale": ((Q, K, K), {"scale": math.inf}, ValueError, "scale is inf"),
     "NaN scale": ((Q, K, K), {"scale": NAN}, ValueError, "scale is nan"),
     "unknown variant": ((Q, K, K), {"variant": "fastest"}, ValueError, "fastest.*reference"),

@@ -138,6 +138,7 @@ REFUSED = {
     "maximum is a tensor": ({"max_seqlen_k": torch.tensor(5)}, TypeError, "max_seqlen_k"),
     "maximum is a truth value": ({"max_seqlen_q": True}, TypeError, "max_seqlen_q is True"),
     "maximum beyond 64 bits": ({"max_seqlen_q": 2**70}, ValueError, f"max_seqlen_q is {2**70}"),
+    "maximum below 64 bits": ({"max_seqlen_q": -(2**70)}, ValueError, f"max_seqlen_q is -{2**70}"),
     "causal is text": ({"causal": "no"}, TypeError, "causal is 'no'"),
     "no variant": ({"variant": None}, TypeError, "variant is None"),
     "scale": ({"scale": float("inf")}, ValueError, "scale is inf"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilerank.bench import attention
+from tilerank.bench import attention, floors
 from tilerank.bench.attention import KernelCall, Timed, Truth
 from tilerank.bench.attention_peers import SDPA, masked_peers, unmasked_peers
 from tilerank.bench.timing import EventClock, KernelLaunch, LaunchRecord, Row, allocations, closure_faults, launches
@@ -80,7 +80,7 @@ def test_an_element_that_is_not_written_shows():
 @pytest.mark.parametrize("masked", [False, True])
 def test_truth_judges_padded_and_packed_results(masked: bool):
     inputs = make_inputs(SMALL, torch.float32, "cpu")
-    expected = attention.truth(inputs, masked=masked)
+    expected = attention.truth(inputs, "fp32", masked=masked)
     exact = reference_attention(inputs, masked=masked)
     assert expected.error(exact, "padded", every_row=True) == 0
     packed = exact.transpose(1, 2)[expected.valid]
@@ -106,15 +106,16 @@ def row(name: str, us: float, error: float = 1e-6) -> Row:
 
 
 def timed(ours: Row, *peers: Row, faults: tuple[str, ...] = (), refusals: Mapping[str, str] = {}) -> Timed:
-    return Timed(ours, peers, refusals, TRUTH, faults, LAUNCHED)
+    """One call of a row that is timed padded, as naive is."""
+    return Timed({"padded": ours}, peers, refusals, TRUTH, faults, LAUNCHED)
 
 
-def test_ladder_record():
+def test_rung_record():
     naive = registry.get("naive")
     slow, quick = row(SDPA, 400), row("mem-efficient packed", 200)
     broken = Row("flex key mask", (), error=math.nan, tolerance=1e-5)
     main = timed(row("naive", 100), slow, quick, broken, refusals={"sdpa flash": "no mask"})
-    record = attention.ladder_record(naive, "fp32", main, timed(row("naive", 150), row(SDPA, 300)))
+    record = attention.rung_record(naive, "fp32", main, timed(row("naive", 150), row(SDPA, 300)), {})
     assert record["us"] == pytest.approx(100)
     assert record["unmasked_us"] == pytest.approx(150)
     assert record["speedup_vs_sdpa"] == pytest.approx(4)
@@ -132,7 +133,7 @@ def test_ladder_record():
 
 def test_a_variant_without_a_mask_is_compared_without_one():
     main = timed(row("naive", 150), row(SDPA, 300))
-    record = attention.ladder_record(registry.get("naive"), "fp32", main, main)
+    record = attention.rung_record(registry.get("naive"), "fp32", main, main, {})
     assert record["masked"] is False
     assert record["us"] == record["unmasked_us"]
     assert record["speedup_vs_sdpa"] == pytest.approx(2)
@@ -146,9 +147,57 @@ def test_a_variant_without_a_mask_is_compared_without_one():
     ],
 )
 def test_a_variant_that_fails_has_no_time(main: Timed, reason: str):
-    record = attention.ladder_record(registry.get("naive"), "fp32", main, timed(row("naive", 150), row(SDPA, 300)))
+    record = attention.rung_record(registry.get("naive"), "fp32", main, timed(row("naive", 150), row(SDPA, 300)), {})
     assert reason in record["failure"]
     assert not {"us", "unmasked_us", "speedup_vs_sdpa", "max_abs_error"} & set(record)
+
+
+def test_a_rung_has_a_time_for_each_layout_and_the_worse_error():
+    each = dataclasses.replace(registry.get("naive"), timed_layout="packed", products="fp16x3")
+    both = {"packed": row("x packed", 100, error=1e-6), "padded": row("x padded", 130, error=3e-6)}
+    main = dataclasses.replace(timed(row("x", 1), row(SDPA, 400)), ours=both)
+    unmasked = dataclasses.replace(timed(row("x", 1)), ours={"packed": row("x packed", 150)})
+    scales = {"x8": attention.scale_record(row("x packed", 110), row("varlen flash", 100))}
+    record = attention.rung_record(each, "fp32", main, unmasked, scales)
+    assert (record["us"], record["packed_us"], record["padded_us"]) == tuple(map(pytest.approx, (100, 100, 130)))
+    assert (record["max_abs_error"], record["products"]) == (3e-6, "fp16x3")
+    assert record["sdpa_us"] == pytest.approx(400)
+    assert record["scales"]["x8"]["speedup_vs_peer"] == pytest.approx(0.909, rel=1e-2)
+    assert "products" not in attention.rung_record(each, "fp16", main, unmasked, {})
+
+    spoilt = dataclasses.replace(main, ours={**both, "padded": Row("x padded", (), math.nan, 1e-5)})
+    wrong = attention.scale_record(Row("x packed", (), 2.0, 1e-5))
+    for record, reason in (
+        (attention.rung_record(each, "fp32", spoilt, unmasked, {}), "padded: error nan"),
+        (attention.rung_record(each, "fp32", main, unmasked, {"x1": scales["x8"], "x8": wrong}), "inputs x8: error 2"),
+    ):
+        assert reason in record["failure"]
+        assert not {"us", "packed_us", "scales"} & set(record)
+
+
+def test_a_rung_s_floor_is_that_of_the_unit_it_uses():
+    rates = floors.Rates(hbm_bytes=4.8e12, **floors.table_rates(90, 132, 1.98e9), how={})
+    ffma = registry.get("naive")
+    triple = dataclasses.replace(ffma, products="fp16x3")
+    found = attention.floor_record(ffma, "fp32", 286.0, rates)
+    assert found["floor_us"] == pytest.approx(143, rel=0.01)
+    assert found["share_of_floor"] == pytest.approx(0.5, rel=0.01)
+    assert found["floors"]["hbm_us"] == pytest.approx(22, rel=0.03)
+    assert found["tflops"] == pytest.approx(33.4, rel=0.01)
+    assert attention.floor_record(triple, "fp32", 286.0, rates)["floor_us"] < 40
+    assert attention.floor_record(ffma, "fp16", 286.0, rates)["floor_bound"] == "exps"
+
+
+def test_tf32_is_judged_by_what_its_mantissa_can_hold():
+    """A result of fp32 products passes; one whose factors kept 8 bits of mantissa does not."""
+    inputs = make_inputs(SMALL, torch.float32, "cpu")
+    exact = attention.truth(inputs, "fp32", masked=True)
+    lossy = attention.truth(inputs, "tf32", masked=True)
+    assert 100 * exact.sdpa_error < lossy.sdpa_error < 1e-2
+    coarse = [tensor.bfloat16() for tensor in (inputs.q, inputs.k, inputs.v)]
+    mask = inputs.valid[:, None, None, :]
+    out = torch.nn.functional.scaled_dot_product_attention(*coarse, attn_mask=mask)
+    assert lossy.error(out, "padded", every_row=False) > lossy.tolerance(2)
 
 
 def test_compiled_resources_are_those_of_the_kernel_that_ran():
@@ -233,27 +282,57 @@ def test_bench_attention_on_a_cpu_times_nothing():
     (record,) = stage.written["reference"]["ladder"].values()
     assert record["timed"] is False
     assert "us" not in record
-    assert set(stage.written["reference"]) == {"ladder"}
+    assert set(stage.written["reference"]) == {"ladder", "rungs"}
 
 
-def test_a_row_without_fp32_is_no_rung_of_the_ladder(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("change", "sections", "precisions"),
+    [
+        ({"dtypes": ("fp16", "bf16")}, {"rungs"}, {"fp16", "bf16"}),
+        ({"dtypes": ("fp32", "bf16")}, {"ladder", "rungs"}, {"bf16"}),
+        ({"dtypes": ("fp32",), "products": "tf32"}, {"rungs"}, {"tf32"}),
+    ],
+)
+def test_the_ladder_is_fp32_and_other_precisions_stand_beside_it(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], sections: set[str], precisions: set[str]
+):
     from stages import bench_attention
 
-    half = dataclasses.replace(registry.get("reference"), dtypes=("fp16",))
-    monkeypatch.setattr(registry, "get", lambda name: half)
+    each = dataclasses.replace(registry.get("reference"), **change)
+    monkeypatch.setattr(registry, "get", lambda name: each)
     stage = FakeStage("cpu", "reference")
     bench_attention.run(stage)
-    assert set(stage.written["reference"]) == {"other_precision"}
-    assert stage.written["reference"]["other_precision"]["reference"]["precision"] == "fp16"
+    assert set(stage.written["reference"]) == sections
+    rungs = stage.written["reference"]["rungs"]
+    assert set(rungs) == precisions
+    for precision in precisions:
+        assert rungs[precision]["reference"]["precision"] == precision
+        assert "failure" not in rungs[precision]["reference"]
+
+
+def test_peers_of_each_precision_are_kept_apart():
+    from stages.bench_attention import _sections
+
+    benched = {
+        "fp32": {"rung": {"us": 2.0}, "peers": {"masked": {"a": {"us": 1.0}}}},
+        "fp16": {"rung": {"us": 1.0}, "peers": {"masked": {"b": {"us": 3.0}}}},
+    }
+    assert _sections("naive", benched) == {
+        "ladder": {"naive": {"us": 2.0}},
+        "rungs": {"fp16": {"naive": {"us": 1.0}}},
+        "peers": {"naive": {"masked": {"a": {"us": 1.0}}, "fp16": {"masked": {"b": {"us": 3.0}}}}},
+    }
 
 
 def test_a_variant_that_this_gpu_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     hopper = dataclasses.replace(registry.get("naive"), min_sm=90)
-    record = attention.bench_variant(hopper, "fp32", TimingSettings(protocol=1, warmup=1, rounds=1, flush_mb=1))
-    assert set(record) == {"ladder"}
-    assert record["ladder"]["timed"] is False
-    assert "sm is 75" in record["ladder"]["reason"]
+    records = attention.bench_variant(hopper, TimingSettings(protocol=1, warmup=1, rounds=1, flush_mb=1))
+    assert set(records) == {"fp32", "fp16", "bf16"}
+    for record in records.values():
+        assert set(record) == {"rung"}
+        assert record["rung"]["timed"] is False
+        assert "sm is 75" in record["rung"]["reason"]
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------
@@ -309,7 +388,7 @@ def test_event_clock_sees_a_cold_cache():
 def test_every_peer_is_right_or_says_why_it_refuses():
     inputs = make_inputs(Workload("gpu", (5, 64, 33), padded_length=64, heads=2, head_dim=32), torch.float16, "cuda")
     for masked, peers in ((True, masked_peers(inputs)), (False, unmasked_peers(inputs))):
-        expected = attention.truth(inputs, masked=masked)
+        expected = attention.truth(inputs, "fp16", masked=masked)
         assert peers[0].name == SDPA
         for peer in peers:
             assert (peer.run is None) != (peer.refusal is None), peer.name
@@ -324,9 +403,11 @@ def test_every_peer_is_right_or_says_why_it_refuses():
 def test_every_variant_is_timed_by_the_rules(name: str):
     settings = TimingSettings(protocol=1, warmup=1, rounds=3, flush_mb=256)
     each = registry.get(name)
-    precision = "fp32" if "fp32" in each.dtypes else each.dtypes[0]
-    record = attention.bench_variant(each, precision, settings)
-    assert "failure" not in record["ladder"], record["ladder"]
-    assert record["ladder"]["us"] > 0
-    assert 0 < record["ladder"]["share_of_floor"] < 1
-    assert SDPA in record["peers"]["unmasked"]
+    for precision, record in attention.bench_variant(each, settings).items():
+        rung = record["rung"]
+        assert "failure" not in rung, (precision, rung)
+        assert rung["us"] > 0
+        assert 0 < rung["share_of_floor"] < 1
+        assert SDPA in record["peers"]["unmasked"]
+        if precision != "fp32" and "packed" in each.layouts:
+            assert set(rung["scales"]) == set(attention.INPUT_SCALES[precision])

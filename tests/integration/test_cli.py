@@ -76,6 +76,15 @@ def test_passages_come_from_standard_input(
     assert json.loads(capsys.readouterr().out)["results"] == []
 
 
+def test_a_terminal_that_lacks_a_character_still_gets_the_ranking(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", _stdin("zürich\n".encode()))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(_rerank(model)) == 0
+    out.seek(0)
+    assert out.read().endswith("\tz?rich\n")
+
+
 def test_passages_come_from_json_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"_id": "7", "title": "Bone", "text": "cell"}\n"two\\nlines"\n{"text": "cut \\ud83d"}\n')
@@ -203,12 +212,16 @@ def test_equal_scores_of_a_run_keep_the_file_s_order(tmp_path: Path, capsys: pyt
         ("1 0 b\n", RUN_TREC, "nDCG@10", "qrels:1: expected 4 columns, found 3"),
         ("query-id\tcorpus-id\tscore\n1\tb\n", RUN_TREC, "nDCG@10", "qrels:2: expected 3 columns, found 2"),
         ("1 0 b much\n", RUN_TREC, "nDCG@10", "qrels:1: 'much' is not a whole number"),
+        ("1 0 b 1_0\n", RUN_TREC, "nDCG@10", "qrels:1: '1_0' is not a whole number of at most nine digits"),
+        ("1 0 b 1" + "0" * 400 + "\n", RUN_TREC, "nDCG@10", "is not a whole number of at most nine digits"),
         ("", RUN_TREC, "nDCG@10", "holds no judgements"),
         (QRELS_TREC, "1 a 2.5\n", "nDCG@10", "run:1: expected query Q0 document rank score tag"),
         (QRELS_TREC, "1 Q0 a 1 nan t\n", "nDCG@10", "run:1: 'nan' is not a number"),
         (QRELS_TREC, "1 Q0 a 1 2 t\n1 Q0 a 2 1 t\n", "nDCG@10", "run:2: document a stands twice under query 1"),
         (QRELS_TREC, '{"1": [1, 2]}', "nDCG@10", "expected JSON {query: {document: score}}"),
         (QRELS_TREC, '{"1": {"a": "high"}}', "nDCG@10", "'high' is not a number"),
+        (QRELS_TREC, '{"1": {"a": true}}', "nDCG@10", "run: True is not a number"),
+        (QRELS_TREC, "1 Q0 a 1 1_000 t\n", "nDCG@10", "run:1: '1_000' is not a number"),
         (QRELS_TREC, '{"1": ', "nDCG@10", "expected JSON {query: {document: score}}"),
         (QRELS_TREC + "1 0 b 0\n", RUN_TREC, "nDCG@10", "qrels:4: document b is judged twice under query 1"),
         (QRELS_TREC, '{"1": {"a": 1}, "1": {}}', "nDCG@10", "run: the key '1' stands twice in one object"),
@@ -273,3 +286,27 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, environment: 
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        (">/dev/full", "No space left on device"),
+        (">&-", "standard output is closed"),
+        ("--qrels - <&-", "standard input is closed"),
+        ("--qrels missing 2>&-", ""),  # the error has nowhere to go; standard output is not the place
+    ],
+)
+def test_streams_that_cannot_be_used(
+    redirection: str, message: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (tmp_path / "qrels").write_text(QRELS_TREC)
+    (tmp_path / "run").write_text(RUN_TREC)
+    command = f"{sys.executable} -m tilerank.cli evaluate --qrels qrels --run run --measures AP {redirection}"
+    answer = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert message in (_only_line(answer.stderr) if message else answer.stderr)

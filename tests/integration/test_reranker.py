@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +189,11 @@ def test_an_activation_gets_a_column_of_logits(reranker: Reranker, tiny: Path) -
         reranker.predict(pairs, activation_fn=torch.mean)
 
 
+def test_an_activation_may_give_an_array(reranker: Reranker) -> None:
+    scores = reranker.score([(QUERY, "bone"), (QUERY, "cell")], activation_fn=lambda logits: logits.numpy())
+    np.testing.assert_array_equal(scores.values, scores.logits)
+
+
 def test_a_saved_cross_encoder_s_activation(tiny: Path, tmp_path: Path) -> None:
     saved = CrossEncoder(str(tiny), device="cpu", activation_fn=torch.nn.Tanh())
     saved.save_pretrained(str(tmp_path / "saved"))
@@ -302,6 +309,7 @@ def test_other_sequences_of_strings_are_taken(reranker: Reranker) -> None:
     assert reranker.rank(QUERY, np.array(passages)) == expected
     pairs = np.array([[QUERY, passage] for passage in passages])
     np.testing.assert_array_equal(reranker.predict(pairs), reranker.predict([tuple(pair) for pair in pairs]))
+    assert reranker.predict(pairs[0]) == reranker.predict(tuple(pairs[0]))
 
 
 def test_arguments_out_of_range_are_value_errors(reranker: Reranker) -> None:
@@ -309,6 +317,10 @@ def test_arguments_out_of_range_are_value_errors(reranker: Reranker) -> None:
         reranker.rank(QUERY, ["bone"], top_k=-1)
     with pytest.raises(ValueError, match="batch_size is 0"):
         reranker.predict([(QUERY, "bone")], batch_size=0)
+    with pytest.raises(TypeError, match="top_k must be an integer, got float"):
+        reranker.rank(QUERY, ["bone"], top_k=1.5)
+    with pytest.raises(TypeError, match="batch_size must be an integer, got str"):
+        reranker.predict([(QUERY, "bone")], batch_size="8")
 
 
 def test_a_score_that_is_no_number_is_an_error(tiny: Path, tmp_path: Path) -> None:
@@ -323,6 +335,8 @@ def test_a_score_that_is_no_number_is_an_error(tiny: Path, tmp_path: Path) -> No
     with pytest.raises(TilerankError, match="pair 1 is nan"):
         damaged.rank("cell", ["heart", "bone", "cell"])
     assert len(damaged.rank("cell", ["heart", "cell"])) == 2
+    with pytest.raises(TilerankError, match=r"score of pair 0 is nan; the activation made it of the logit -?[0-9]"):
+        damaged.predict([("cell", "heart")], activation_fn=lambda logits: logits * float("nan"))
 
 
 # Convention 5: truncation
@@ -405,6 +419,33 @@ def test_the_process_s_switches_do_not_matter_and_are_left_alone(reranker: Reran
     assert torch.is_grad_enabled()
 
 
+def test_threads_of_different_precisions_do_not_meet_and_leave_the_switches_alone(tiny: Path) -> None:
+    switch = torch.backends.cuda.matmul
+    before = switch.fp32_precision
+    rankers = {
+        precision: Reranker(tiny, device="cpu", precision=precision, max_length=64) for precision in ("fp32", "tf32")
+    }
+    seen: set[tuple[str, str]] = set()
+
+    def work(precision: str) -> None:
+        def note(logits: torch.Tensor) -> torch.Tensor:
+            seen.add((precision, switch.fp32_precision))
+            time.sleep(0.002)
+            seen.add((precision, switch.fp32_precision))
+            return logits
+
+        for _ in range(10):
+            rankers[precision].predict([(QUERY, "bone")], activation_fn=note)
+
+    threads = [threading.Thread(target=work, args=(precision,)) for precision in ("fp32", "tf32", "fp32", "tf32")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {("fp32", "ieee"), ("tf32", "tf32")}
+    assert switch.fp32_precision == before
+
+
 def test_attention_implementations_agree(tiny: Path, reranker: Reranker) -> None:
     pairs = [(QUERY, passage) for passage in _passages(6)]
     eager = Reranker(tiny, device="cpu", attention="eager", max_length=64)
@@ -426,6 +467,34 @@ def test_a_registered_variant_is_used(tiny: Path, reranker: Reranker) -> None:
     ours = Reranker(tiny, device="cpu", attention="reference", max_length=64)
     assert ours.attention == "reference"
     np.testing.assert_allclose(ours.score(pairs).logits, reranker.score(pairs).logits, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_a_model_that_computes_attention_by_itself(tiny: Path, tmp_path: Path, family: str) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=66,
+        initializer_range=0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+    )
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(tmp_path)
+    pairs = [(QUERY, passage) for passage in [*_passages(6), ""]]
+    theirs = CrossEncoder(str(tmp_path), device="cpu", max_length=64)
+    expected = theirs.predict(pairs, activation_fn=torch.nn.Identity())
+    logits = Reranker(tmp_path, device="cpu", max_length=64).score(pairs).logits
+    np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
+    with pytest.raises(TilerankError, match=f"'naive' does not serve {family}For.* by itself; use auto or eager"):
+        Reranker(tmp_path, device="cpu", max_length=64, attention="naive")
 
 
 def test_devices(tiny: Path) -> None:

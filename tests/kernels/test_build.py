@@ -101,10 +101,21 @@ def test_the_id_depends_on_sources_target_and_compiler(source: Path, monkeypatch
     edited = build.build_id(CPU, source)
     (source / "tests" / "note.txt").write_text("not part of the library")
     assert build.build_id(CPU, source) == edited
-    tools = build._toolchain(False)
+    tools = build.toolchain(False)
     other = build.Toolchain(tools.cmake, tools.ninja, tools.cxx, None, "g++ 99")
-    monkeypatch.setattr(build, "_toolchain", lambda needs_nvcc: other)
+    monkeypatch.setattr(build, "toolchain", lambda needs_nvcc: other)
     assert build.build_id(CPU, source) != edited
+
+
+def test_libraries_beside_an_nvcc_from_a_wheel_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toolkit keeps them in lib64, where nvcc looks; the wheel in lib, where it does not."""
+    monkeypatch.setenv("LIBRARY_PATH", "/elsewhere")
+    nvcc = tmp_path / "bin" / "nvcc"
+    assert build.environment(nvcc)["LIBRARY_PATH"] == "/elsewhere"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart_static.a").touch()
+    assert build.environment(nvcc)["LIBRARY_PATH"] == f"{tmp_path / 'lib'}{os.pathsep}/elsewhere"
+    assert build.environment()["LIBRARY_PATH"] == "/elsewhere"
 
 
 def test_flags_from_the_environment_do_not_reach_the_compilers(
@@ -218,10 +229,16 @@ def test_a_builder_that_shows_signs_of_life_is_waited_for(source: Path, folder: 
     assert built.path.exists()
 
 
-def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TilerankError, match=r"cannot be made .*; set TILERANK_CACHE to a writable folder"):
+    with pytest.raises(TilerankError, match=r"cannot be written .*; set TILERANK_CACHE to a writable folder"):
         build.build(CPU, source=source, cache_folder=tmp_path / "file" / "cache")
+    build.build(CPU, source=source, cache_folder=folder)
+    for name in (lock_of(folder).name, lock_of(folder).with_suffix(".log").name):
+        cache = tmp_path / name
+        (cache / name).mkdir(parents=True)  # root may write to read-only folders, but to no folder as a file
+        with pytest.raises(TilerankError, match=f"{cache} cannot be written .*; set TILERANK_CACHE"):
+            build.build(CPU, source=source, cache_folder=cache)
 
 
 # ---- Tools and targets ----
@@ -230,11 +247,11 @@ def test_an_unwritable_cache_is_an_error_that_says_what_to_do(source: Path, tmp_
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_find_program", lambda name: None)
     with pytest.raises(TilerankError, match=r"needs cmake, ninja, c\+\+: `pip install cmake ninja`"):
-        build._toolchain.__wrapped__(False)
+        build.toolchain.__wrapped__(False)
     monkeypatch.setattr(build, "_find_program", lambda name: Path("/bin/true"))
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     with pytest.raises(TilerankError, match=r"needs nvcc: .*CUDA_HOME.*nvidia-cuda-nvcc"):
-        build._toolchain.__wrapped__(True)
+        build.toolchain.__wrapped__(True)
 
 
 def test_nvcc_is_found_in_cuda_home_and_in_its_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -269,6 +286,21 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert build.cache_dir() == tmp_path / ".cache" / "tilerank"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(TilerankError, match=r"no home folder .*; set TILERANK_CACHE"):
+        build.cache_dir()
+
+
+def test_a_tool_that_does_not_run_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "g++"
+    program.write_text("no program")
+    program.chmod(0o755)
+    with pytest.raises(TilerankError, match=f"{re.escape(str(program))} does not run .*mend it"):
+        build._version(program)
 
 
 @pytest.mark.parametrize(

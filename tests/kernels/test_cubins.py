@@ -139,7 +139,7 @@ def test_a_cpu_row_has_nothing_to_compile(repository: Path, tmp_path: Path) -> N
 
 
 def test_a_variant_that_does_not_exist_is_refused(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(TilerankError, match="no attention variant is called 'fastest'"):
+    with pytest.raises(ValueError, match="no attention variant is called 'fastest'"):
         run_stage(repository, tmp_path, "fastest")
 
 

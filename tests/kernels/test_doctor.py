@@ -64,6 +64,19 @@ def test_with_a_device_the_sanity_kernel_comes_before_the_library(
     assert found["sanity kernel"] == finding
 
 
+@pytest.mark.usefixtures("reference_only")
+def test_a_compiler_that_does_not_run_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho no license; exit 1\n", encoding="utf-8")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(build, "present_capabilities", lambda: (90,))
+    found = findings()
+    assert found["nvcc"] == (False, f"{nvcc} --version failed: no license")
+    assert "sanity kernel" not in found
+    assert found["reference"][0] is True
+
+
 def test_a_library_that_cannot_be_had_ends_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> library.Library:
         raise TilerankError("building the kernel library needs c++")

@@ -48,6 +48,10 @@ FAULTS = {
     "misaligned_copy": Catch("plain", LAUNCH_FAILED, "is not a multiple of 16"),
     "copy_to_global_memory": Catch("plain", LAUNCH_FAILED, "not in one shared array of this block"),
     "copy_from_beyond_the_end": Catch("address", ASAN, "heap-buffer-overflow"),
+    "barrier_without_init": Catch("plain", LAUNCH_FAILED, "the barrier was not initialised"),
+    "ring_filled_without_waiting": Catch("plain", LAUNCH_FAILED, "deadlock"),  # a turn of the ring goes unseen
+    "ring_emptied_without_waiting": Catch("thread", TSAN, "data race"),
+    "ring_without_arrival": Catch("plain", LAUNCH_FAILED, "deadlock"),
     "read_before_any_write": Catch("plain", WRONG_RESULT, "nan"),
     "rows_left_from_the_last_tile": Catch("plain", WRONG_RESULT, "element 0 is 6720, not 5460"),
     "two_blocks_write_one_row": Catch("thread", TSAN, "data race"),

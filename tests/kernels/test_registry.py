@@ -52,6 +52,26 @@ def test_kernel_files_are_numbered_by_their_rung_and_have_a_short_header(reposit
             assert all(line.startswith("//") for line in header), row.file
 
 
+def kernel_text(repository: Path, row: Row) -> str:
+    """The row's file and the policies of common/ that it includes, without the wrapper header, which has everything."""
+    texts = [(repository / "cuda" / row.file).read_text(encoding="utf-8")]
+    for name in re.findall(r'#include "(common/\w+\.cuh)"', texts[0]):
+        texts.append((repository / "cuda" / name).read_text(encoding="utf-8"))
+    return "".join(texts)
+
+
+def test_a_row_says_which_unit_multiplies_and_where_its_code_ends(repository: Path) -> None:
+    """The ladder's best FFMA rung and every floor go by `products`; `auto` goes by `max_sm` on a newer GPU."""
+    for row in registry.attention_rows():
+        if row.device == "cuda":
+            text = kernel_text(repository, row)
+            on_matrix_unit = re.search(r"mma\w*[.(<]", text) is not None
+            if "fp32" in row.dtypes:
+                assert (row.products != "ffma") == on_matrix_unit, f"{row.name}: products is {row.products}"
+            if re.search(r"wgmma\w*[.(<]", text):
+                assert row.max_sm == 90, f"{row.name} uses instructions of sm_90a alone: max_sm: 90"
+
+
 def test_kernels_reach_the_machine_through_the_wrapper_header_only(repository: Path) -> None:
     """No CUDA or framework header, no inline PTX, no launch syntax in any kernel's source."""
     for path in (repository / "cuda").glob("attention/*.cu"):
@@ -141,6 +161,13 @@ def test_auto_falls_back_to_the_next_rung_and_says_why(change: dict[str, object]
         chosen = select(request, (ANYTHING, NARROW))
         assert chosen.row is ANYTHING
         assert chosen.reason == f"anything is preferred of all that serve this call (passed over: narrow: {message})"
+
+
+def test_a_row_can_need_instructions_that_later_architectures_lack() -> None:
+    hopper = replace(NARROW, min_sm=90, max_sm=90)
+    assert select(REQUEST, (ANYTHING, hopper)).row is hopper
+    assert refusal(hopper, replace(REQUEST, sm=100)) == "sm is 100; it serves: 90 to 90"
+    assert select(replace(REQUEST, sm=100), (ANYTHING, hopper)).row is ANYTHING
 
 
 def test_key_lengths_are_served_where_the_row_says_so() -> None:
@@ -315,3 +342,64 @@ def test_the_timed_layout_is_one_that_is_served(tmp_path: Path) -> None:
     (tmp_path / "registry.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(TilerankError, match=r"attention\.a\.timed_layout is 'packed'; allowed: .*padded"):
         registry.read_registry(tmp_path / "registry.yaml")
+
+
+def read_row(tmp_path: Path, **keys: object) -> Row:
+    """One row with ``keys`` set or, None, taken away."""
+    (tmp_path / "a.cu").write_text("", encoding="utf-8")
+    values = {
+        **{"file": "a.cu", "device": "cuda", "rung": 1, "dtypes": "[fp32, fp16, bf16]", "head_dims": "any"},
+        **{"layouts": "[padded]", "masks": "[]", "min_sm": 75, "prediction": "x", **keys},
+    }
+    text = ", ".join(f"{key}: {value}" for key, value in values.items() if value is not None)
+    (tmp_path / "registry.yaml").write_text(f"variants: {{attention: {{a: {{{text}}}}}}}", encoding="utf-8")
+    (row,) = registry.read_registry(tmp_path / "registry.yaml")["attention"]
+    return row
+
+
+def test_what_a_row_says_of_its_products(tmp_path: Path) -> None:
+    assert read_row(tmp_path).products == "ffma"
+    assert read_row(tmp_path, products="fp16x3").precisions == ("fp32", "fp16", "bf16")
+    assert read_row(tmp_path, products="tf32", auto="false").precisions == ("tf32", "fp16", "bf16")
+    with pytest.raises(TilerankError, match=r"attention\.a\.products is tf32, which loses accuracy"):
+        read_row(tmp_path, products="tf32")
+    with pytest.raises(TilerankError, match=r"products is 'int8'; allowed: ffma, fp16x3, tf32"):
+        read_row(tmp_path, products="int8")
+
+
+def test_a_dtype_may_need_a_newer_gpu_than_the_row(tmp_path: Path) -> None:
+    row = read_row(tmp_path, dtype_min_sm="{bf16: 80}")
+    turing = replace(REQUEST, sm=75, dtype="fp16")
+    assert refusal(row, turing) is None
+    assert refusal(row, replace(turing, dtype="bf16")) == "sm is 75; it serves: 80 and above"
+    assert refusal(row, replace(turing, sm=80, dtype="bf16")) is None
+    for wrong in ("{bf16: 70}", "{fp64: 80}", "[bf16]", "{bf16: newer}"):
+        with pytest.raises(TilerankError, match=r"dtype_min_sm is .*each above its min_sm, 75"):
+            read_row(tmp_path, dtype_min_sm=wrong)
+
+
+def test_code_for_one_architecture_runs_on_no_newer_one(tmp_path: Path) -> None:
+    hopper = replace(read_row(tmp_path, min_sm=90, max_sm=90), name="hopper", rung=9)
+    assert refusal(hopper, REQUEST) is None
+    assert refusal(hopper, replace(REQUEST, sm=100)) == "sm is 100; it serves: 90 to 90"
+    chosen = select(replace(REQUEST, sm=100), (ANYTHING, hopper))
+    assert chosen.row is ANYTHING
+    assert "passed over: hopper: sm is 100" in chosen.reason
+
+
+def test_auto_takes_the_row_of_the_call_s_own_dtype_and_gpu() -> None:
+    """fp32 rungs, a 16-bit row for every GPU, one for Hopper alone, and a lossy one: as on the ladder."""
+    half = replace(NARROW, name="half", rung=3, dtypes=("fp16", "bf16"), min_sm=75, dtype_min_sm={"bf16": 80})
+    hopper = replace(half, name="hopper", rung=4, min_sm=90, dtype_min_sm={}, max_sm=90, layouts=("packed",))
+    triple = replace(NARROW, name="triple", rung=5, products="fp16x3")
+    lossy = replace(NARROW, name="lossy", rung=6, products="tf32", auto=False)
+    rows = (ANYTHING, NARROW, half, hopper, triple, lossy)
+
+    def chosen(sm: int, dtype: str, head_dim: int = 32, layout: str = "padded") -> str:
+        return select(replace(REQUEST, sm=sm, dtype=dtype, head_dim=head_dim, layout=layout), rows).row.name
+
+    assert [chosen(sm, "fp32") for sm in (75, 80, 90, 100)] == ["anything", "triple", "triple", "triple"]
+    assert [chosen(sm, "fp16") for sm in (75, 80, 90, 100)] == ["half"] * 4
+    assert [chosen(sm, "bf16") for sm in (75, 80, 90, 100)] == ["anything", "half", "half", "half"]
+    assert [chosen(sm, "fp16", layout="packed") for sm in (75, 90, 100)] == ["anything", "hopper", "anything"]
+    assert chosen(90, "fp16", head_dim=33) == "anything"

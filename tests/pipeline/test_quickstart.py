@@ -28,5 +28,5 @@ def test_quickstart_ends_with_a_table_and_a_clean_tree(project) -> None:
 
 def test_make_knows_its_targets(repository: Path) -> None:
     answer = subprocess.run(["make", "help"], cwd=repository, capture_output=True, text=True, check=True)
-    for target in ("quickstart", "test", "test-all", "ui", "model", "pack", "records-check", "doctor"):
+    for target in ("quickstart", "test", "test-all", "gpu", "ui", "model", "pack", "records-check", "doctor"):
         assert f"make {target} " in answer.stdout

@@ -76,6 +76,9 @@ def test_what_a_variant_serves() -> None:
     [
         ({"max_k_len": 1 << 30}, 6, "up to 2^30"),
         ({"max_k_len": 1000}, 6, "up to 1,000"),
+        ({"dtype_min_sm": {"bf16": 86}}, 7, "sm_80 (bf16 from sm_86)"),
+        ({"min_sm": 90, "max_sm": 90}, 7, "sm_90 only"),
+        ({"max_sm": 89}, 7, "sm_80 to sm_89"),
         ({"preference": 12}, 8, "12"),
         ({"preference": 0}, 8, "0"),
         ({"auto": False, "preference": 12}, 8, "by name"),
@@ -113,6 +116,24 @@ def test_answers_introduce_no_figures(repository: Path) -> None:
         assert not wrong, f"{title}: {wrong}"
 
 
+@pytest.mark.parametrize("page", ["docs/analysis.md", "docs/measuring.md"])
+def test_pages_introduce_no_figures_outside_their_tables(repository: Path, page: str) -> None:
+    text = read(repository, page)
+    prose = re.sub(r"<!-- tilerank:(\w+):begin -->.*?<!-- tilerank:\1:end -->", "", text, flags=re.DOTALL)
+    assert not re.findall(
+        r"\d[\d,.]*\s*(?:us|µs|ms|%|×|GB|KB|TFLOP)", re.sub(r"^```.*?^```", "", prose, flags=re.M | re.S)
+    )
+
+
+def test_the_analysis_has_its_tables_filled(repository: Path) -> None:
+    text = read(repository, "docs/analysis.md")
+    for name in ("amdahl", "counters", "predicted", "devices", "architectures"):
+        (table,) = re.findall(
+            rf"<!-- tilerank:{name}:begin -->(.*?)<!-- tilerank:{name}:end -->", text, flags=re.DOTALL
+        )
+        assert table.count("\n|") >= 3, name
+
+
 def test_the_changelog_has_a_line_for_each_variant(repository: Path) -> None:
     text = read(repository, "CHANGELOG.md")
     for row in registry.attention_rows():
@@ -122,7 +143,7 @@ def test_the_changelog_has_a_line_for_each_variant(repository: Path) -> None:
 # ---- Names and commands ----
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/attention.md", "docs/measuring.md", "CHANGELOG.md"])
 def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> None:
     text = read(repository, page)
     paths = re.findall(r"(?<![\w/])(?:cuda|docs|src|tests|stages)/[\w./]+\w", text)
@@ -137,7 +158,7 @@ def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> N
 
 
 def test_links_between_pages_lead_somewhere(repository: Path) -> None:
-    for page in (*PAGES, "CHANGELOG.md"):
+    for page in (*PAGES, "docs/attention.md", "docs/measuring.md", "README.md", "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", read(repository, page)):
             assert ((repository / page).parent / target).exists(), f"{page}: {target}"
 

@@ -157,6 +157,13 @@ def test_wrong_kinds_of_input_are_refused():
         evaluate(QRELS, None, ["AP"])
     with pytest.raises(TypeError, match=r"run\['q1'\] must map document ids .* got \['a'\]"):
         evaluate(QRELS, {"q1": ["a"]}, ["AP"])
+    for score in (None, "1", 10**400):
+        with pytest.raises(
+            TypeError, match=rf"run\['q1'\]: the score of document number 1 is '?{score!s:.9}.*not a float"
+        ):
+            evaluate(QRELS, {"q1": {"a": 1.0, "b": score}}, ["AP"])
+    with pytest.raises(TypeError, match=r"corpus must be a collection .* the string 'abc'"):
+        evaluate(QRELS, {}, ["AP"], corpus="abc")
     with pytest.raises(TypeError, match=r"a measure must be named by a string .* got 10"):
         evaluate(QRELS, RUN, ["AP", 10])
     with pytest.raises(ValueError, match="no queries"):
@@ -310,6 +317,8 @@ def test_kendall_tau_worked_out_on_paper():
 
 def test_kendall_tau_where_it_is_undefined():
     assert kendall_tau([1, 1], [2, 2]) == kendall_tau([1], [2]) == kendall_tau([], []) == 1.0
+    with pytest.raises(ValueError, match="the same candidates, got 1 and 2"):
+        kendall_tau([1], [1, 1])
     assert kendall_tau([1, 1], [1, 2]) == kendall_tau([1, 2], [1, 1]) == 0.0
 
 

@@ -14,12 +14,17 @@ from tilerank.errors import TilerankError
 from tilerank.report import (
     Record,
     build_report,
+    ladder_csv,
     print_table,
     read_records,
     readme_tables,
     summarise,
     update_markers,
 )
+from tilerank.report.analysis import HEAD_DIM, KEYS_PER_QUERY, analyse, devices_table
+from tilerank.report.counters import counters_of
+from tilerank.report.predictions import predicted_time
+from tilerank.report.roofline import roofline_table
 from tilerank.report.tables import TABLES
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -34,7 +39,7 @@ PROVENANCE = {
     "time": "2026-11-29T10:00:00+00:00",
     "command": "python -m stages.example",
 }
-CAPTIONS = {"naive": "Expected: slow & <simple>.", "fused": "Expected: fast.", "never_measured": "Expected: nothing."}
+PREDICTIONS = {"naive": "Slow & <simple>.", "fused": "1,000 us masked, from 2,000. Fast.", "never_measured": "9 us."}
 
 
 def quality(ndcg10):
@@ -57,6 +62,7 @@ def by_precision(values):
 
 
 RUNG = {"unmasked_us": 30111.0, "registers": 123, "spill_bytes": 8, "occupancy": 0.27, "sdpa_max_abs_error": 1.7e-6}
+RESOURCES = {"registers": 141, "shared_bytes": 0, "spill_bytes": 0, "stack_bytes": 0}
 PEER = {"best_peer": "library|x", "best_peer_us": 89.1}
 FULL = {
     "retrieve": {
@@ -81,6 +87,31 @@ FULL = {
             "amdahl_ceiling": 1.13,
         }
     },
+    "build_kernels_fused": {
+        "build_kernels": {
+            "fused": {
+                "archs": {
+                    arch: {"kernels": {"tilerank::fused::kernel<32>": dict(RESOURCES)}, **RESOURCES}
+                    for arch in ("sm_75", "sm_90a")
+                }
+            }
+        }
+    },
+    "profile_kernels_fused": {
+        "profile_kernels": {
+            "fused": {
+                "available": True,
+                "kernels": {
+                    "0": {
+                        "instructions": 2.0e6,
+                        "instructions_per_cycle": 2.5,
+                        "dram_throughput_pct": 5.0,
+                        "stalls": {"short_scoreboard": 2.0, "wait": 0.75, "not_selected": 0.25},
+                    }
+                },
+            }
+        }
+    },
     "bench_attention_naive": {
         "digest": "aa",
         "ladder": {"naive": {"us": 28600.0, "speedup_vs_sdpa": 0.045, "max_abs_error": 2.1e-6, **RUNG}},
@@ -91,6 +122,11 @@ FULL = {
             "fused": {
                 "us": 1050.0,
                 "masked": True,
+                "block": "32x1x1",
+                "shared_bytes": 8192,
+                "kernel": "void tilerank::fused::kernel<32>(tilerank::AttentionArgs)",
+                "share_of_floor": 0.1622,
+                "floor_bound": "products",
                 "speedup_vs_sdpa": 1.22,
                 "best_peer": "mem-efficient packed",
                 "best_peer_us": 578.0,
@@ -98,6 +134,14 @@ FULL = {
                 "max_abs_error": 2.2e-6,
             },
             "another": {"us": 2050.0, "speedup_vs_sdpa": 0.62, "max_abs_error": 2.2e-6},
+            "triple": {"us": 905.0, "masked": True, "products": "fp16x3"},
+        },
+        "rungs": {
+            "fp16": {
+                "fused": {"packed_us": 77.7, "padded_us": 88.8, "speedup_vs_best_peer": 1.09, "best_peer": "flash"}
+                | {"max_abs_error": 1e-3, "share_of_floor": 0.325, "scales": {"x8": {"speedup_vs_peer": 1.0301}}}
+                | RUNG
+            }
         },
         "attention": by_precision(
             {
@@ -116,7 +160,7 @@ FULL = {
     },
     "integrate_hf": {
         "drop_in": by_precision({"ms": 20.1, "baseline_ms": 23.8, "speedup": 1.184, "predicted_speedup": 1.201}),
-        "quality": {"drop_in": by_precision(quality(0.7619))},
+        "quality": {"drop_in": by_precision(quality(0.7619)), "drop_in_stub": {"fp32": quality(0.8801)}},
     },
     "bench_rerank": {
         "rerank": by_precision(
@@ -154,6 +198,21 @@ FULL = {
             "reranker": by_precision(quality(0.7625)),
         }
     },
+    "check_kernels_naive": {
+        "checks": {
+            "naive": {
+                "cases": 456,
+                "native_wrong": 0,
+                "sampled_cases": 42,
+                "memcheck_findings": 0,
+                "racecheck_findings": 2,
+                "initcheck_findings": 0,
+                "synccheck_findings": 0,
+                "ptx_75_wrong": 0,
+                "ptx_80_wrong": 3,
+            }
+        }
+    },
     "later": {
         "block": {"fp16": {"us": 101.0, "launches": 1, "unfused_us": 203.0, "unfused_launches": 7}},
         "bert_large": {
@@ -166,7 +225,7 @@ FULL = {
             },
             "1024": {"tokens_per_s": 302000.0},
         },
-        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, **PEER}}},
+        "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, "variant": "mma", **PEER}}},
     },
 }
 
@@ -182,7 +241,7 @@ def records():
 
 @pytest.fixture(scope="module")
 def built():
-    return build_report(make_records(FULL), "h200", CAPTIONS)
+    return build_report(make_records(FULL), "h200", PREDICTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -223,12 +282,13 @@ def test_damaged_record_is_refused_by_name(tmp_path, content):
 
 def test_summary_merges_the_contract_sections_and_leaves_lists_and_other_keys_in_their_records(records):
     summary = summarise(records)
-    assert set(summary) == {spec.name for spec in TABLES}
+    assert set(summary) == {spec.name for spec in TABLES if not spec.measured_in}, "nothing that only follows"
     assert set(summary["quality"]) >= {"bm25_ndcg10", "baseline_ndcg10", "drop_in", "reranker"}
-    assert set(summary["ladder"]) == {"naive", "fused", "another", "best_ffma"}
+    assert set(summary["ladder"]) == {"naive", "fused", "another", "triple", "best_ffma"}
     assert summary["workload"]["scifact"]["tokens"] == 18012
     assert "rows" not in summary["workload"]["scifact"].get("histogram", {})
     assert "list" not in {type(value).__name__ for value in leaves(summary)}
+    assert "kernel" not in summary["ladder"]["fused"], "a long text is no figure"
 
 
 def test_summary_names_the_quickest_masked_rung(records):
@@ -239,6 +299,51 @@ def test_summary_names_the_quickest_masked_rung(records):
     failed = [Record("bench_attention_y", {"ladder": {"y": {"masked": True, "failure": "wrong"}}}, {})]
     assert summarise([*records, *unmasked, *failed])["ladder"]["best_ffma"] == best
     assert "best_ffma" not in summarise([*unmasked, *failed])["ladder"]
+
+
+RUNGS = {
+    "older": {"us": 90.0, "layout": "packed", "best_peer_us": 84.0, "speedup_vs_best_peer_is_noise": True},
+    "newer": {
+        **{"us": 40.0, "layout": "packed", "padded_us": 50.0, "sdpa_us": 240.0, "best_peer": "flex", "floor_us": 20.0},
+        **{"best_peer_us": 84.0, "max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3},
+        "scales": {"x1": {"speedup_vs_peer": 2.4}, "x8": {"speedup_vs_peer": 1.1}, "x40": {"us": 1.0}},
+    },
+    "padded": {"us": 30.0, "layout": "padded"},
+    "wrong": {"layout": "packed", "failure": "error"},
+}
+
+
+def test_summary_names_the_quickest_packed_rung_of_each_precision():
+    half = Record("bench_attention_a", {"rungs": {"fp16": RUNGS, "bf16": {"older": RUNGS["older"]}}}, {})
+    both = {"us": 300.0, "packed_us": 100.0, "layout": "padded", "best_peer_us": 578.0, "masked": True}
+    single = Record("bench_attention_b", {"ladder": {"both": both, "padded": RUNGS["padded"]}}, {})
+    assert summarise([half, single])["attention"] == {
+        "fp16": {
+            **{"variant": "newer", "us": 40.0, "padded_us": 50.0, "best_peer": "flex", "best_peer_us": 84.0},
+            **{"speedup_vs_best_peer": 2.1, "speedup_vs_best_peer_is_noise": False, "speedup_vs_sdpa_masked": 4.8},
+            **{"max_abs_error": 1e-3, "sdpa_max_abs_error": 2e-3, "floor_us": 20.0, "share_of_floor": 0.5},
+            "speedup_at_worst_scale": 1.1,
+        },
+        "bf16": {
+            **{
+                "variant": "older",
+                "us": 90.0,
+                "best_peer_us": 84.0,
+                "speedup_vs_best_peer": pytest.approx(0.933, rel=1e-3),
+            },
+            "speedup_vs_best_peer_is_noise": True,
+        },
+        "fp32": {"variant": "both", "us": 100.0, "best_peer_us": 578.0, "speedup_vs_best_peer": 5.78},
+    }
+    assert "attention" not in summarise([Record("c", {"ladder": {"wrong": RUNGS["wrong"]}}, {})])
+
+
+def test_a_rung_on_the_matrix_unit_is_no_ffma_rung():
+    triple = {"us": 82.0, "masked": True, "layout": "packed", "products": "fp16x3"}
+    ffma = {"us": 354.0, "masked": True, "layout": "packed"}
+    summary = summarise([Record("a", {"ladder": {"triple": triple, "ffma": ffma}}, {})])
+    assert summary["ladder"]["best_ffma"]["variant"] == "ffma"
+    assert summary["attention"]["fp32"]["variant"] == "triple"
 
 
 def leaves(value):
@@ -282,7 +387,9 @@ def test_null_is_refused_by_key():
 def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
-    shown["ladder"] |= {"masked", "best_peer_us", *summarise(make_records(FULL))["ladder"]["best_ffma"]}
+    shown["rungs"] |= {"speedup_vs_peer"}  # of each input scale
+    shown["ladder"] |= {"masked", "best_peer_us", "block", "shared_bytes", "share_of_floor", "floor_bound"}
+    shown["ladder"] |= {*summarise(make_records(FULL))["ladder"]["best_ffma"]}
 
     def keys(section):
         for key, value in section.items():
@@ -296,7 +403,7 @@ def test_every_contract_key_has_a_column():
 
 
 def test_readme_tables_have_a_text_for_every_marker(records):
-    tables = readme_tables(records, tuple(CAPTIONS))
+    tables = readme_tables(records, PREDICTIONS)
     assert set(tables) == {*(spec.name for spec in TABLES), "headline"}
     assert "Not recorded" not in "".join(tables.values())
     for name, text in tables.items():
@@ -312,6 +419,25 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
     assert "<sub>bench_rerank: NVIDIA H200, driver 570.1, torch 2.11.0, commit 0123456789, 2026-11-29</sub>" in text
 
 
+def test_checks_are_told_and_one_without_an_answer_says_why():
+    checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert "| naive | 456 | right | right | 3 | 42 | clean | 2 | clean | clean |" in text
+    checks["naive"] = {
+        "cases": 9,
+        "native_wrong": 0,
+        "memcheck_findings": 0,
+        "not_available": {"racecheck": "no permission", "ptx_80": "the variant needs compute capability 9.0"},
+    }
+    checks["reference"] = {"available": False, "reason": "host code"}
+    text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
+    assert (
+        "| naive | 9 | right | not available (the variant needs compute capability 9.0) | clean | "
+        "not available (no permission) |" in text
+    )
+    assert "reference" not in text.split("\n\n")[0]
+
+
 def test_records_of_one_origin_are_named_together_and_changed_sources_are_said(records):
     dirty = Record("retrieve", FULL["retrieve"], {"cpu": "Xeon", "commit": "feedfacefeedface", "dirty": True})
     text = readme_tables([*(record for record in records if record.name != "retrieve"), dirty])["quality"]
@@ -325,6 +451,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
     text = readme_tables(records)["quality"]
     assert "| BM25, all queries of the split | 0.6617 | – | – | – | – | 0.8686 |" in text
     assert "| unmodified model, fp32 | 0.7615 |" in text
+    assert "| drop-in-stub fp32 | 0.8801 |" in text
     assert (
         "| reranker bf16 | 0.7625 | -0.0031 | +0.0042 | 0.7412 | 0.8512 | – | 98.5 % | 4 | 1.9e-05 | 0.9993 | 300 |"
         in text
@@ -333,7 +460,7 @@ def test_quality_table_tells_baseline_first_stage_and_queries_without_results(re
 
 
 def test_ladder_follows_the_given_order(records):
-    rows = [line.split(" | ")[0] for line in readme_tables(records, tuple(CAPTIONS))["ladder"].splitlines()[2:5]]
+    rows = [line.split(" | ")[0] for line in readme_tables(records, PREDICTIONS)["ladder"].splitlines()[2:5]]
     assert rows == ["| naive", "| fused", "| another"]
 
 
@@ -431,6 +558,156 @@ def test_printed_table_without_records_says_so(capsys):
     assert capsys.readouterr().out == "No figures are recorded here yet.\n"
 
 
+def rung(us, **figures):
+    return {"us": us, "layout": "packed", "precision": "fp16", "floor_us": 20.0, "best_peer_us": 84.0, **figures}
+
+
+ON_THE_MATRIX_UNIT = (
+    Record(
+        "bench_attention_mma",
+        {
+            "ladder": {"mma": rung(112.4, precision="fp32", products="fp16x3", floor_us=45.2)},
+            "rungs": {
+                "fp16": {"mma": rung(60.4, tflops=158.0, floors={"hbm_us": 11.1, "exps_us": 18.2}), "late": rung(40.6)},
+                "bf16": {"mma": {"failure": "wrong"}},
+            },
+        },
+        PROVENANCE,
+    ),
+    Record("bench_attention_ffma", {"ladder": {"ffma": rung(354.1, precision="fp32", floor_us=143.2)}}, PROVENANCE),
+)
+
+
+def test_every_rung_stands_beside_its_floors():
+    table = roofline_table(ON_THE_MATRIX_UNIT, ("ffma", "mma", "late")).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("|")]
+    assert [row[:3] for row in cells[2:]] == [
+        ["fp32 ffma", "354", "ffma"],
+        ["fp32 mma", "112", "fp16x3"],
+        ["fp16 mma", "60.4", "its dtype"],
+        ["fp16 late", "40.6", "its dtype"],
+    ]
+    assert cells[4][3:6] == ["158", "11.1", "18.2"]
+    assert "bench_attention of 2 variants: NVIDIA H200" in table[-1]
+    assert "stage `bench_attention`" in roofline_table(())
+
+
+def test_rungs_of_other_precisions_have_a_picture():
+    pictures = {picture.name: picture for picture in build_report(ON_THE_MATRIX_UNIT, "h200").pictures}
+    assert pictures["rungs"].description == (
+        "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0"
+    )
+
+
+# --- what follows from the records ------------------------------------------------------------------------------
+
+
+def test_each_rung_stands_against_the_one_before_with_its_limit_and_commit(records):
+    table = readme_tables(records, PREDICTIONS)["ladder"]
+    heading, _, naive, fused, *_ = table.splitlines()
+    cells = dict(zip(heading.split(" | "), fused.split(" | "), strict=True))
+    assert cells["against the rung before"] == "27.24×"
+    assert cells["bound by"] == "shared memory"
+    assert fused.endswith("| 0123456789 |")
+    assert naive.split(" | ")[heading.split(" | ").index("against the rung before")] == "–"
+
+
+def test_predictions_stand_beside_what_was_measured(records):
+    table = readme_tables(records, PREDICTIONS)["predicted"]
+    assert "| fused | masked | 1,000 | 1,050 | 1.05× |" in table
+    assert "naive" not in table.split("<sub>")[0], "it names no time"
+
+
+@pytest.mark.parametrize(
+    ("prediction", "values", "expected"),
+    [
+        ("1,100 us unmasked, from 2,500. Tiles.", {"us": 900.0, "unmasked_us": 1000.0}, (1100, 1000, "unmasked")),
+        ("720 us masked or not, from 700.", {"us": 700.0, "unmasked_us": 1.0, "masked": True}, (720, 700, "masked")),
+        ("37.5 us packed.", {"us": 40.0, "masked": True, "layout": "packed"}, (37.5, 40, "packed")),
+        ("Tens of times slower than SDPA", {"us": 40.0}, None),
+        ("37.5 us packed.", {"timed": False}, None),
+        ("9 ushers", {"us": 40.0}, None),
+    ],
+)
+def test_predicted_times_are_read_with_their_case(prediction, values, expected):
+    found = predicted_time(prediction, values)
+    assert (found and (found.us, found.measured, found.case)) == expected
+
+
+def test_counters_say_what_binds_and_how_far_the_roof_is(records):
+    table = readme_tables(records, PREDICTIONS)["counters"]
+    assert "| fused | shared memory | short_scoreboard 50 %, wait 19 % | 2.00 | 62.5 % | 5.0 % | 16.2 % |" in table, (
+        "waits of 2.0 and 0.75 of 4.0 cycles an instruction, one of them issuing"
+    )
+    point = analyse(records, PREDICTIONS)["counters"]["fused"]
+    assert point["intensity"] == pytest.approx(0.1622 / 0.05)
+    assert sum(point["shares"].values()) == pytest.approx(1)
+    assert list(point["shares"])[:2] == ["issuing", "shared memory"]
+
+
+def test_a_variant_that_could_not_be_profiled_has_no_counters():
+    reason = {"available": False, "reason": "no permission"}
+    records = make_records({**FULL, "profile_kernels_fused": {"profile_kernels": {"fused": reason}}})
+    assert "counters" not in analyse(records, PREDICTIONS)
+    assert readme_tables(records)["counters"] == "*Not recorded on this machine (stage `profile_kernels`).*"
+
+
+def test_unknown_stall_reasons_are_shown_as_other():
+    found = counters_of([Record("p", {"profile_kernels": {"x": {"kernels": {"0": {"stalls": {"new": 3.0}}}}}}, {})])
+    assert found["x"].shares["other"] == 0.75
+    assert found["x"].bound_by == "other"
+
+
+def test_amdahl_accounts_for_every_part(records):
+    parts = analyse(records, PREDICTIONS)["amdahl"]
+    shares = [values["share"] for values in parts.values() if isinstance(values, dict)]
+    assert sum(shares) == pytest.approx(1)
+    assert parts["attention"] == {"share": 0.117, "ceiling": pytest.approx(1 / 0.883)}
+    drop_in = {"integrate_hf": {"drop_in": {"fp32": {"kernel_speedup": 3.0}}}}
+    parts = analyse(make_records({**FULL, **drop_in}), PREDICTIONS)["amdahl"]
+    assert parts["predicted_speedup"] == pytest.approx(1 / (1 - 0.117 * 2 / 3))
+
+
+def test_plots_get_the_ladder_with_its_predictions(records):
+    assert ladder_csv(records, PREDICTIONS) == (
+        "variant,us,predicted_us\nnaive,28600.0,\nfused,1050.0,1000\nanother,2050.0,\ntriple,905.0,\n"
+    )
+    assert ladder_csv((), PREDICTIONS) == "variant,us,predicted_us\n"
+
+
+def test_the_same_kernel_fits_a_t4_and_an_h200_differently(records):
+    table = readme_tables(records, PREDICTIONS)["architectures"]
+    assert "| fused | 141 | 141 | 0 | 0 | 8,192 | 8 | 12 |" in table, "64 KB of shared memory bind on a T4"
+
+
+def test_a_kernel_of_another_precision_is_in_the_tables_too():
+    half = {"us": 50.0, "precision": "fp16", "layout": "packed", "share_of_floor": 0.6, "floor_bound": "exps"}
+    more = {
+        "bench_attention_mma": {"rungs": {"fp16": {"mma": half}}},
+        "profile_kernels_mma": {
+            "profile_kernels": {"mma": {"kernels": {"0": {"stalls": {"wait": 1.0}, "dram_throughput_pct": 20.0}}}}
+        },
+    }
+    tables = readme_tables(make_records({**FULL, **more}), {**PREDICTIONS, "mma": "40 us packed."})
+    assert "| mma | packed | 40.0 | 50.0 | 1.25× |" in tables["predicted"]
+    assert "| mma | compute | wait 50 % | – | – | 20.0 % | 60.0 % |" in tables["counters"]
+
+
+def test_devices_differ_as_the_table_says():
+    table = devices_table()
+    assert "| memory, GB/s" not in table.splitlines()[0]
+    assert "| memory, GB/s | 320 | 4,800 | 15.00× |" in table
+    assert "| clocks of an SM a score, fp32 products | 1.000 | 0.500 | 0.50× |" in table
+
+
+def test_keys_per_query_are_those_of_workload_seed():
+    from tilerank.bench.workloads import seed_workload
+
+    workload = seed_workload()
+    assert round(workload.scores / workload.heads / workload.tokens) == KEYS_PER_QUERY
+    assert workload.head_dim == HEAD_DIM
+
+
 # --- markers -----------------------------------------------------------------------------------------------------
 
 README = """# Title
@@ -525,7 +802,7 @@ def test_page_has_every_section_picture_and_record(page, records):
     assert {spec.name for spec in TABLES} <= set(ids)
     assert {identifier.removeprefix("picture-") for identifier in ids if identifier.startswith("picture-")} == {
         *("lengths-scifact", "time-shares", "ladder", "floors", "predicted-and-measured", "rerank-times"),
-        "quality-intervals",
+        *("quality-intervals", "predicted-times", "stalls", "roofline"),
     }
     text = " ".join(Structure(page).text)
     for record in records:
@@ -548,19 +825,20 @@ def test_page_follows_the_light_and_dark_scheme(page):
 def test_pictures_show_figures_and_captions_as_text(page):
     text = " ".join(Structure(page).text)
     assert "naive: 28,600 µs, 0.04× SDPA" in text
-    assert "Expected: slow & <simple>." in text
+    assert "Expected: Slow & <simple>." in text
+    assert "Came: 27.24× over naive; now bound by shared memory" in text
     assert "never_measured" not in text
     assert "mean 360" in text
 
 
 def test_same_records_give_the_same_bytes_in_this_and_another_process(built, records, tmp_path):
-    assert build_report(records, "h200", CAPTIONS) == built
+    assert build_report(records, "h200", PREDICTIONS) == built
     for record in records:
         write(tmp_path, record.name, {**record.values, "provenance": dict(record.provenance)})
     program = (
         "import sys, pathlib; from tilerank.report import *; "
         "records = read_records(pathlib.Path(sys.argv[1])); "
-        f"report = build_report(records, 'h200', {CAPTIONS!r}); "
+        f"report = build_report(records, 'h200', {PREDICTIONS!r}); "
         "sys.stdout.buffer.write((report.page + ''.join(p.standalone for p in report.pictures)).encode())"
     )
     answer = subprocess.run(
@@ -577,6 +855,8 @@ def test_standalone_pictures_are_whole_svg_files(built):
         root = ElementTree.fromstring(picture.standalone)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert root.get("aria-label") == picture.description
+        assert float(root.get("width")) > 0
+        assert float(root.get("height")) > 0
         assert "var(" not in picture.standalone
 
 

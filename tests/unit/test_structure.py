@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-TOOLS = {"environment", "compose", "pack", "quickstart", "records_check", "show", "ui", "finetune", "import_history"}
+TOOLS = {"environment", "compose", "gpu", "pack", "quickstart", "records_check", "show", "ui", "finetune"}
+TOOLS |= {"import_history"}
 """Modules in stages/ that are programs but no block of dvc.yaml (`finetune` is a side stage)."""
 
 
@@ -69,10 +70,11 @@ def test_a_stage_is_a_module_a_block_and_a_metrics_file(repository: Path) -> Non
     for name, block in blocks.items():
         body = block.get("do", block)
         assert body["cmd"].split("--")[0].strip() == f"python -m stages.{name}"
-        metrics = [next(iter(entry)) for entry in body.get("metrics", [])]
+        records = [entry for entry in body["outs"] if not isinstance(entry, str)]
         expected = f"metrics/${{machine.name}}/{name}" + ("_${key}" if "do" in block else "") + ".json"
-        assert metrics == ([] if name == "report" else [expected])
-        for entry in body.get("metrics", []):
+        assert [next(iter(entry)) for entry in records] == ([] if name == "report" else [expected])
+        assert "metrics" not in body, f"{name}: `dvc exp show` would have a column for each of its figures"
+        for entry in records:
             assert next(iter(entry.values())) == {"cache": False, "persist": True}, name
 
 

@@ -20,14 +20,6 @@ def settings(repository: Path) -> Settings:
     return load_settings(repository / "params.yaml")
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with its tables made, which takes MLflow ten seconds; each test starts from a copy."""
-    folder = tmp_path_factory.mktemp("store")
-    tracking._open_client(folder).search_experiments()
-    return folder / tracking.STORE_FILE
-
-
 @pytest.fixture(autouse=True)
 def _local_store(monkeypatch: pytest.MonkeyPatch, empty_store: Path, tmp_path: Path) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -35,7 +27,7 @@ def _local_store(monkeypatch: pytest.MonkeyPatch, empty_store: Path, tmp_path: P
 
 
 def _runs(root: Path, settings: Settings) -> list:
-    client = tracking._open_client(root)
+    client = tracking.open_client(root)
     experiment = client.get_experiment_by_name(settings.tracking.experiment)
     return [] if experiment is None else client.search_runs([experiment.experiment_id], max_results=1000)
 
@@ -76,7 +68,7 @@ def test_stages_nest_under_one_parent(tmp_path: Path, settings: Settings) -> Non
     assert stages[0].data.metrics == {"rerank.fp32.ms": 3.0}
     assert stages[0].data.params["retrieval.kind"] == settings.retrieval.kind
     assert "gpu" not in stages[0].data.tags
-    assert [item.path for item in tracking._open_client(tmp_path).list_artifacts(run_id)] == ["picture.svg"]
+    assert [item.path for item in tracking.open_client(tmp_path).list_artifacts(run_id)] == ["picture.svg"]
     assert "compare-runs" not in tracking.comparison_page(tmp_path, settings.tracking.experiment, None)
     with tracking.stage_run(tmp_path, settings, "one", "def", {}):
         pass

@@ -1,7 +1,8 @@
-"""One attention variant on the workload ``seed``: right, and beside every peer.
+"""One attention variant on the workload ``seed``, at each precision that it serves: right, and beside every peer.
 
-Where there is a GPU the variant is timed (see `tilerank.bench.timing`): masked with every peer that masks, and
-unmasked with every SDPA backend. Elsewhere its CUDA source runs on the CPU, on lengths that straddle tiles, and
+Where there is a GPU the variant is timed (see `tilerank.bench.timing`): masked, packed and padded, with every peer that
+masks, and unmasked with every SDPA backend; a variant on the matrix unit also at several scales of its inputs, since
+what it guards against depends on them. Elsewhere its CUDA source runs on the CPU, on lengths that straddle tiles, and
 only its error is recorded: a GPU kernel has no time on a CPU.
 
 Run as a program it launches one variant once, for a profiler to look at.
@@ -20,7 +21,7 @@ import torch
 from tilerank.bench import attention_peers, floors
 from tilerank.bench.attention_peers import SDPA, Peer
 from tilerank.bench.peers import DTYPES, arithmetic
-from tilerank.bench.timing import Case, EventClock, LaunchRecord, Row, closure_faults, launches, measure, ratio
+from tilerank.bench.timing import Case, EventClock, LaunchRecord, Row, faults, look_at, measure, ratio
 from tilerank.bench.workloads import (
     AttentionInputs,
     Workload,
@@ -43,6 +44,15 @@ OURS_FACTOR = 2.0
 PEER_FACTOR = 8.0
 """A peer is only asked to compute the right thing: some keep weights in 16 bit, or sum in another order."""
 
+INPUT_SCALES: Mapping[str, Mapping[str, float]] = {
+    "fp32": {"x1e-3": 1e-3, "x1": 1.0, "x8": 8.0},
+    "tf32": {"x1e-3": 1e-3, "x1": 1.0, "x8": 8.0},
+    "fp16": {"x1": 1.0, "x8": 8.0, "x40": 40.0},
+    "bf16": {"x1": 1.0, "x8": 8.0, "x40": 40.0},
+}
+"""Precision -> factors on the N(0,1) inputs: fp32 from two fp16 terms has a range below and above, and 16-bit kernels
+guess a maximum. Scores grow with the square: x40 takes them to +-1e4."""
+
 _ALIGNMENT = 256  # bytes; what the library asks of a workspace
 
 
@@ -53,7 +63,7 @@ class KernelCall:
     run: Callable[[], torch.Tensor]  # queues the kernel; returns `out`
     out: torch.Tensor  # padded [B, H, S, D], or packed [T, H, D]
     layout: str
-    inputs: AttentionInputs  # held here because the library knows only their addresses
+    inputs: object  # held here because the library knows only their addresses
 
     def poison(self) -> None:
         """Fill the output with NaN, so that an element that is not written shows."""
@@ -66,10 +76,58 @@ def kernel_call(
     """Prepare ``row`` on ``inputs``; a packed call is always masked. `library.KernelError` when it refuses them."""
     if layout == "packed":
         out = torch.empty_like(inputs.packed_q)
-        params, function = _packed_params(inputs, out), lib.attention_varlen
-    else:
-        out = torch.empty_like(inputs.q.transpose(1, 2)).transpose(1, 2)
-        params, function = _padded_params(inputs, out, masked), lib.attention
+        return _prepared(lib, row, _packed_params(inputs, out), out, layout, inputs)
+    lengths = inputs.key_lengths if masked else None
+    return dense_call(lib, row, inputs.q, inputs.k, inputs.v, key_lengths=lengths)
+
+
+def dense_call(
+    lib: library.Library,
+    row: registry.Row,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    key_lengths: torch.Tensor | None = None,
+    causal: bool = False,
+) -> KernelCall:
+    """Prepare ``row`` on padded tensors: q ``[B, H, Sq, D]``, k and v ``[B, Hkv, Sk, D]``, key_lengths ``[B]`` int32.
+
+    The result lies in memory as transformers wants it, ``[B, Sq, H, D]``.
+    """
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    batch, heads, rows, head_dim = q.shape
+    params = library.AttentionParams(
+        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
+        dtype=_dtype_code(q),
+        causal=causal,
+        scale=head_dim**-0.5,
+        batch=batch,
+        heads=heads,
+        kv_heads=k.shape[1],
+        q_len=rows,
+        k_len=k.shape[2],
+        head_dim=head_dim,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        out_strides=out.stride()[:3],
+    )
+    if key_lengths is not None:
+        params.key_lengths = key_lengths.data_ptr()
+        params.key_lengths_type = library.LENGTHS_INT32
+    return _prepared(lib, row, params, out, "padded", (q, k, v, key_lengths))
+
+
+def _prepared(
+    lib: library.Library,
+    row: registry.Row,
+    params: library.AttentionParams | library.AttentionVarlenParams,
+    out: torch.Tensor,
+    layout: str,
+    inputs: object,
+) -> KernelCall:
+    function = lib.attention_varlen if layout == "packed" else lib.attention
     size = lib.workspace_size(row.name, params)
     workspace = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=out.device)
     workspace = workspace[-workspace.data_ptr() % _ALIGNMENT :]
@@ -80,30 +138,6 @@ def kernel_call(
         return out
 
     return KernelCall(run, out, layout, inputs)
-
-
-def _padded_params(inputs: AttentionInputs, out: torch.Tensor, masked: bool) -> library.AttentionParams:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    batch, heads, rows, head_dim = q.shape
-    params = library.AttentionParams(
-        **{name: tensor.data_ptr() for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out))},
-        dtype=_dtype_code(q),
-        scale=head_dim**-0.5,
-        batch=batch,
-        heads=heads,
-        kv_heads=heads,
-        q_len=rows,
-        k_len=rows,
-        head_dim=head_dim,
-        q_strides=q.stride()[:3],
-        k_strides=k.stride()[:3],
-        v_strides=v.stride()[:3],
-        out_strides=out.stride()[:3],
-    )
-    if masked:
-        params.key_lengths = inputs.key_lengths.data_ptr()
-        params.key_lengths_type = library.LENGTHS_INT32
-    return params
 
 
 def _packed_params(inputs: AttentionInputs, out: torch.Tensor) -> library.AttentionVarlenParams:
@@ -161,19 +195,24 @@ class Truth:
         return factor * self.sdpa_error + self.rounding
 
 
-def truth(inputs: AttentionInputs, *, masked: bool) -> Truth:
-    """Compute the float64 results and SDPA's error, which counts valid rows only."""
+def truth(inputs: AttentionInputs, precision: str, *, masked: bool) -> Truth:
+    """Compute the float64 results and SDPA's error at ``precision``, which counts valid rows only.
+
+    tf32: SDPA's on inputs cast to fp16, which has as many bits of mantissa; its fp32 kernels use TF32 only as a part of
+    more exact products, whatever is allowed.
+    """
     padded = reference_attention(inputs, masked=masked)
     valid = inputs.valid if masked else torch.ones_like(inputs.valid)
     mask = inputs.valid[:, None, None, :] if masked else None
-    out = torch.nn.functional.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, attn_mask=mask)
+    given = (tensor.half() if precision == "tf32" else tensor for tensor in (inputs.q, inputs.k, inputs.v))
+    out = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=mask)
     sdpa_error = max_abs_error(out.transpose(1, 2)[valid], padded.transpose(1, 2)[valid])
     return Truth(padded, valid, sdpa_error, torch.finfo(inputs.q.dtype).eps * float(padded.abs().amax()))
 
 
 def _our_case(row: registry.Row, call: KernelCall, expected: Truth) -> Case:
     return Case(
-        row.name,
+        f"{row.name} {call.layout}",
         call.run,
         lambda out: expected.error(out, call.layout, every_row=True),
         expected.tolerance(OURS_FACTOR),
@@ -198,7 +237,7 @@ def _peer_cases(peers: Sequence[Peer], expected: Truth) -> list[Case]:
 
 
 def check_variant(row: registry.Row, precision: str) -> dict[str, Any]:
-    """The ladder record of a variant on a machine without a GPU: its error, and ``timed: false``.
+    """The record of a variant at one of its precisions on a machine without a GPU: its error, and ``timed: false``.
 
     A CUDA row runs from the host build of its source. ``failure`` says what is wrong with the results;
     ``reason`` why there are none.
@@ -212,7 +251,7 @@ def check_variant(row: registry.Row, precision: str) -> dict[str, Any]:
     inputs = make_inputs(workload, DTYPES[precision], "cpu")
     errors, sdpa_errors, failures = [], [], []
     for layout, masked in _calls_served(row):
-        expected = truth(inputs, masked=masked)
+        expected = truth(inputs, precision, masked=masked)
         call = kernel_call(lib, row, inputs, layout, masked=masked)
         call.poison()
         error = expected.error(call.run(), layout, every_row=True)
@@ -251,91 +290,203 @@ def kernel_pattern(row: registry.Row) -> str:
 class Timed:
     """Rows of one `measure` call, ours first, and what else is to be told about it."""
 
-    ours: Row
+    ours: Mapping[str, Row]  # layout -> row; the row's timed layout first
     peers: tuple[Row, ...]
     refusals: Mapping[str, str]  # peer -> why it does not take the input
     expected: Truth
-    faults: tuple[str, ...]  # of our closure; with any, our time does not count
-    launched: LaunchRecord
+    faults: tuple[str, ...]  # of our closures; with any, our times do not count
+    launched: LaunchRecord  # of the timed layout
+
+    @property
+    def failure(self) -> str | None:
+        """Why our times do not count, or None."""
+        wrong = next((f"{layout}: {row.failure}" for layout, row in self.ours.items() if row.failure), None)
+        return wrong or (f"the timed closure {'; '.join(self.faults)}" if self.faults else None)
+
+
+def masked_layouts(row: registry.Row) -> tuple[str, ...]:
+    """The layouts in which a row leaves padding keys out; its timed layout first."""
+    served = [layout for layout, masked in _calls_served(row) if masked]
+    return tuple(sorted(served, key=lambda layout: layout != row.timed_layout))
 
 
 def time_variant(
     lib: library.Library, row: registry.Row, precision: str, timing: TimingSettings, *, masked: bool
 ) -> Timed:
-    """Time one variant beside its peers on workload seed; unmasked takes the padded batch as if all were valid."""
+    """Time one variant beside its peers on workload seed: masked in every layout that it serves, unmasked in its timed
+    layout on the padded batch as if all were valid."""
     workload = seed_workload()
-    layout = row.timed_layout
+    layouts = masked_layouts(row) if masked else (row.timed_layout,)
     inputs = make_inputs(workload, DTYPES[precision], "cuda")
     ours_on = inputs
-    if not masked and layout == "packed":  # a packed kernel sees no padding: give it full sequences instead
+    if not masked and row.timed_layout == "packed":  # a packed kernel sees no padding: give it full sequences instead
         full = Workload("full", (workload.padded_length,) * workload.sequences, workload.padded_length)
         ours_on = make_inputs(full, DTYPES[precision], "cuda")  # the same numbers: padding rows are drawn like others
     with arithmetic(precision):
-        expected = truth(inputs, masked=masked)
+        expected = truth(inputs, precision, masked=masked)
         peers = (attention_peers.masked_peers if masked else attention_peers.unmasked_peers)(inputs)
-        call = kernel_call(lib, row, ours_on, layout, masked=masked)
-        faults = closure_faults(call.run, kernel_pattern(row))
-        cases = [_our_case(row, call, expected), *_peer_cases(peers, expected)]
-        description = f"{row.name} {'masked' if masked else 'unmasked'}"
-        ours, *others = measure(
+        calls = {layout: kernel_call(lib, row, ours_on, layout, masked=masked) for layout in layouts}
+        seen = {layout: look_at(call.run) for layout, call in calls.items()}
+        found = [fault for each in seen.values() for fault in faults(*each, kernel_pattern(row))]
+        cases = [*(_our_case(row, call, expected) for call in calls.values()), *_peer_cases(peers, expected)]
+        description = f"{row.name} {precision} {'masked' if masked else 'unmasked'}"
+        rows = measure(
             cases, EventClock(timing.flush_mb), warmup=timing.warmup, rounds=timing.rounds, description=description
         )
-        launched = launches(call.run)
     refusals = {peer.name: peer.refusal for peer in peers if peer.refusal is not None}
-    return Timed(ours, tuple(others), refusals, expected, faults, launched)
+    ours = dict(zip(layouts, rows, strict=False))
+    _, launched = seen[layouts[0]]
+    return Timed(ours, rows[len(ours) :], refusals, expected, tuple(dict.fromkeys(found)), launched)
 
 
-def bench_variant(row: registry.Row, precision: str, timing: TimingSettings) -> dict[str, dict[str, Any]]:
-    """Time ``row`` on this machine's GPU: ``{"ladder": record, "peers": record}``.
+def time_scales(
+    lib: library.Library, row: registry.Row, precision: str, timing: TimingSettings
+) -> dict[str, dict[str, Any]]:
+    """Packed times and errors at every one of `INPUT_SCALES`, beside torch's own packed kernel: how a variant fares
+    where its guards do not hold."""
+    records = {}
+    for name, scale in INPUT_SCALES[precision].items():
+        inputs = make_inputs(seed_workload(), DTYPES[precision], "cuda", scale=scale)
+        with arithmetic(precision):
+            expected = truth(inputs, precision, masked=True)
+            peer = attention_peers.packed_peer(inputs)
+            call = kernel_call(lib, row, inputs, "packed", masked=True)
+            ours, *others = measure(
+                [_our_case(row, call, expected), *_peer_cases([peer], expected)],
+                EventClock(timing.flush_mb),
+                warmup=timing.warmup,
+                rounds=timing.rounds,
+                description=f"{row.name} {precision} inputs {name}",
+            )
+        records[name] = scale_record(ours, *others)
+    return records
 
-    The ladder's ``us`` is masked where the variant masks, of the row's ``timed_layout``; without a mask it is
-    compared with SDPA without a mask. A variant that does not serve the workload on this GPU has a ``reason`` instead
-    of times, and no peers.
+
+def scale_record(ours: Row, peer: Row | None = None) -> dict[str, Any]:
+    """One input scale: our time and error and the peer's."""
+    if ours.spread is None:
+        return {"failure": ours.failure}
+    record: dict[str, Any] = {**_times(ours), "max_abs_error": ours.error}
+    if peer is not None and peer.spread is not None:
+        speedup = ratio(ours.spread, peer.spread)
+        record |= {
+            "peer": peer.name,
+            "peer_us": 1e6 * peer.spread.median,
+            "peer_max_abs_error": peer.error,
+            "speedup_vs_peer": speedup.value,
+            "speedup_vs_peer_is_noise": speedup.is_noise,
+        }
+    return record
+
+
+def bench_variant(row: registry.Row, timing: TimingSettings) -> dict[str, dict[str, dict[str, Any]]]:
+    """Time ``row`` on this machine's GPU at each of its precisions: precision -> ``{"rung": record, "peers": record}``.
+
+    A rung's ``us`` is masked where the variant masks, of the row's ``timed_layout``; without a mask it is compared with
+    SDPA without a mask. Where the variant does not serve the workload on this GPU there is a ``reason`` instead of
+    times, and no peers.
     """
-    workload, layout = seed_workload(), row.timed_layout
+    rates = None
+    records: dict[str, dict[str, dict[str, Any]]] = {}
+    for precision in row.precisions:
+        reason = _not_served(row, precision)
+        if reason is not None:
+            records[precision] = {"rung": {"timed": False, "precision": precision, "reason": reason}}
+            continue
+        rates = rates or floors.measured_rates()
+        records[precision] = _bench_precision(row, precision, timing, rates)
+    return records
+
+
+def _not_served(row: registry.Row, precision: str) -> str | None:
+    workload = seed_workload()
     major, minor = torch.cuda.get_device_capability()
-    request = registry.Request("cuda", 10 * major + minor, precision, workload.head_dim, layout, workload.padded_length)
+    dtype = "fp32" if precision == "tf32" else precision
+    request = registry.Request(
+        "cuda", 10 * major + minor, dtype, workload.head_dim, row.timed_layout, workload.padded_length
+    )
     refusal = registry.refusal(row, request)
-    if refusal is not None:
-        return {"ladder": {"timed": False, "precision": precision, "reason": f"not served on this GPU: {refusal}"}}
+    return None if refusal is None else f"not served on this GPU: {refusal}"
+
+
+def _bench_precision(
+    row: registry.Row, precision: str, timing: TimingSettings, rates: floors.Rates
+) -> dict[str, dict[str, Any]]:
     lib = library.load()
-    masks = "key_lengths" in row.masks or row.timed_layout == "packed"
     unmasked = time_variant(lib, row, precision, timing, masked=False)
+    masks = row.timed_layout in masked_layouts(row)
     main = time_variant(lib, row, precision, timing, masked=True) if masks else unmasked
-    ladder = ladder_record(row, precision, main, unmasked)
-    if "us" in ladder:
-        # No fp32 rung uses the matrix unit.
-        floor = floors.attention_floor(workload, precision, floors.measured_rates(), ffma_only=True)
-        ladder["floor_us"] = floor.seconds * 1e6
-        ladder["floor_bound"] = floor.bound
-        ladder["share_of_floor"] = ladder["floor_us"] / ladder["us"]
+    guarded = "packed" in row.layouts and not uses_ffma(row, precision)
+    scales = time_scales(lib, row, precision, timing) if guarded and main.failure is None else {}
+    rung = rung_record(row, precision, main, unmasked, scales)
+    if "us" in rung:
+        rung |= floor_record(row, precision, rung["us"], rates)
     peers = {"unmasked": peers_record(unmasked)}
     if masks:
         peers["masked"] = peers_record(main)
-    return {"ladder": ladder, "peers": peers}
+    return {"rung": rung, "peers": peers}
 
 
-def ladder_record(row: registry.Row, precision: str, main: Timed, unmasked: Timed) -> dict[str, Any]:
-    """``ladder.<variant>`` without registers and spills, which the compiler knows."""
+def uses_ffma(row: registry.Row, precision: str) -> bool:
+    """Whether it multiplies on the FMA pipe: the fp32 rungs of the ladder."""
+    return precision == "fp32" and row.products == "ffma"
+
+
+def floor_record(row: registry.Row, precision: str, us: float, rates: floors.Rates) -> dict[str, Any]:
+    """The floors of workload seed on the unit that the row uses, and what it reached of them."""
+    workload = seed_workload()
+    floor = floors.attention_floor(workload, precision, rates, ffma_only=uses_ffma(row, precision))
+    return {
+        "floor_us": floor.seconds * 1e6,
+        "floor_bound": floor.bound,
+        "share_of_floor": floor.seconds * 1e6 / us,
+        "floors": {f"{name}_us": getattr(floor, name) * 1e6 for name in ("hbm", "exps", "products")},
+        # A multiply-add is two operations; only products of valid tokens count.
+        "tflops": 4 * workload.scores * workload.head_dim / us / 1e6,
+    }
+
+
+def rung_record(
+    row: registry.Row,
+    precision: str,
+    main: Timed,
+    unmasked: Timed,
+    scales: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """``ladder.<variant>``, and the same at other precisions, without registers and spills, which the compiler knows.
+
+    ``padded_us`` and ``packed_us`` are masked, where served; ``scales`` is what `time_scales` gave. A variant that is
+    wrong in one layout or at one scale has no time at all.
+    """
     record: dict[str, Any] = {
         "precision": precision,
         "layout": row.timed_layout,
         "masked": main is not unmasked,
         "sdpa_max_abs_error": main.expected.sdpa_error,
     }
-    failure = main.ours.failure or unmasked.ours.failure
-    faults = (*main.faults, *unmasked.faults)
-    if failure or faults:
-        return {**record, "failure": failure or f"the timed closure {'; '.join(dict.fromkeys(faults))}"}
-    record |= {"max_abs_error": main.ours.error, "unmasked_us": 1e6 * unmasked.ours.spread.median}
-    record |= _times(main.ours)
+    if row.products != "ffma" and precision in ("fp32", "tf32"):
+        record["products"] = row.products
+    at_scale = (f"inputs {name}: {each['failure']}" for name, each in scales.items() if "failure" in each)
+    failure = main.failure or unmasked.failure or next(at_scale, None)
+    if failure is not None:
+        return {**record, "failure": failure}
+    ours, without_mask = main.ours[row.timed_layout], unmasked.ours[row.timed_layout]
+    record["max_abs_error"] = max(each.error for each in main.ours.values())
+    record["unmasked_us"] = 1e6 * without_mask.spread.median
+    record |= _times(ours)
+    if record["masked"]:
+        record |= {f"{layout}_us": 1e6 * each.spread.median for layout, each in main.ours.items()}
     sdpa = next((row for row in main.peers if row.name == SDPA and row.spread is not None), None)
     if sdpa is not None:
-        speedup = ratio(main.ours.spread, sdpa.spread)
-        record |= {"speedup_vs_sdpa": speedup.value, "speedup_vs_sdpa_is_noise": speedup.is_noise}
+        speedup = ratio(ours.spread, sdpa.spread)
+        record |= {
+            "sdpa_us": 1e6 * sdpa.spread.median,
+            "speedup_vs_sdpa": speedup.value,
+            "speedup_vs_sdpa_is_noise": speedup.is_noise,
+        }
     best = best_peer(main.peers)
     if best is not None:
-        speedup = ratio(main.ours.spread, best.spread)
+        speedup = ratio(ours.spread, best.spread)
         record |= {
             "best_peer": best.name,
             "best_peer_us": 1e6 * best.spread.median,
@@ -353,6 +504,8 @@ def ladder_record(row: registry.Row, precision: str, main: Timed, unmasked: Time
     }
     if largest.occupancy is not None:
         record["occupancy"] = largest.occupancy
+    if scales:
+        record["scales"] = {name: dict(each) for name, each in scales.items()}
     return record
 
 
@@ -403,7 +556,7 @@ def main() -> None:
     """Launch one variant once on workload seed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("variant")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp16", "bf16"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32", "fp16", "bf16"))
     arguments = parser.parse_args()
     row = registry.get(arguments.variant)
     inputs = make_inputs(seed_workload(), DTYPES[arguments.precision], "cuda")

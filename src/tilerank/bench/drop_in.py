@@ -27,6 +27,7 @@ import tilerank
 from tilerank.bench.peers import HuggingFaceScorer
 from tilerank.bench.rerank import ERROR_FLOORS, Call, RerankSetup, reference_scores
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
+from tilerank.quality import Task, quality_record, score_task
 
 IMPLEMENTATION = "tilerank_drop_in"
 """The name that the swapped attention is registered under."""
@@ -173,6 +174,21 @@ def summarise(
 def amdahl(share: float, speedup: float) -> float:
     """The whole's speedup when the part that takes ``share`` of its time becomes ``speedup`` times faster."""
     return 1 / (1 - share + share / speedup)
+
+
+def rank_tasks(setup: RerankSetup, precisions: Sequence[str], tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
+    """``quality.<name>.<precision>`` of every task of ``tasks`` (by name): the model with its attention swapped beside
+    the unmodified one in fp32, on the same candidates."""
+    unmodified, _ = scorers(setup, "fp32")
+    swapped = {precision: scorers(setup, precision)[1] for precision in precisions}
+    records: dict[str, dict[str, Any]] = {}
+    for name, task in tasks.items():
+        baseline = score_task(task, unmodified.score, f"unmodified fp32 for {name}")
+        records[name] = {
+            precision: quality_record(task, baseline, score_task(task, scorer.score, f"{name} {precision}"))
+            for precision, scorer in swapped.items()
+        }
+    return records
 
 
 def check_drop_in(setup: RerankSetup, precision: str, call: Call) -> dict[str, Any]:

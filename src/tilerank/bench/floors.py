@@ -1,6 +1,6 @@
 """The least time an attention call can take on a machine: its bytes, exps and products over the machine's rates.
 
-Rates are measured on the machine where a small microbenchmark can (`measured_rates`); `TABLE_RATES` fills in
+Rates are measured on the machine where a small microbenchmark can (`measured_rates`); `ARCHITECTURES` fills in
 the rest per streaming multiprocessor and clock, so that a figure always says which of the two it rests on.
 """
 
@@ -12,32 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tilerank.architectures import ARCHITECTURES
 from tilerank.bench.workloads import Workload
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 """Size of an element by precision."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClockRates:
-    """What one streaming multiprocessor finishes in a clock, with where the figure is documented."""
-
-    exps: int
-    fp32_fmas: int
-    fp16_mma_fmas: int  # dense, fp32 accumulators
-    source: str
-
-
-_GUIDE = "CUDA C++ Programming Guide, table 'Throughput of Native Arithmetic Instructions'"
-
-# Compute capability times ten -> rates.
-TABLE_RATES: Mapping[int, ClockRates] = {
-    75: ClockRates(16, 64, 512, f"{_GUIDE}; Turing whitepaper (T4: 65 TFLOP/s fp16)"),
-    80: ClockRates(16, 64, 1024, f"{_GUIDE}; A100 whitepaper (312 TFLOP/s fp16)"),
-    86: ClockRates(16, 128, 512, f"{_GUIDE}; A10 data sheet (125 TFLOP/s fp16; GeForce cards have half)"),
-    89: ClockRates(16, 128, 512, f"{_GUIDE}; L4 data sheet (121 TFLOP/s fp16; GeForce cards have half)"),
-    90: ClockRates(16, 128, 2048, f"{_GUIDE}; H100 whitepaper (989 TFLOP/s fp16)"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +68,9 @@ def attention_floor(workload: Workload, precision: str, rates: Rates, *, ffma_on
 
 
 def table_rates(sm: int, multiprocessors: int, clock_hz: float) -> dict[str, float]:
-    """A whole device's rates a second by `TABLE_RATES`; the nearest older architecture stands in for one not listed."""
-    known = max((entry for entry in TABLE_RATES if entry <= sm), default=min(TABLE_RATES))
-    row, clocks = TABLE_RATES[known], multiprocessors * clock_hz
+    """A whole device's rates a second by `ARCHITECTURES`; the nearest older one stands in for one not listed."""
+    known = max((entry for entry in ARCHITECTURES if entry <= sm), default=min(ARCHITECTURES))
+    row, clocks = ARCHITECTURES[known], multiprocessors * clock_hz
     return {
         "exps": row.exps * clocks,
         "fp32_fmas": row.fp32_fmas * clocks,

@@ -320,9 +320,14 @@ def closure_faults(run: Callable[[], Any], kernel: str) -> tuple[str, ...]:
 
     kernel: regular expression that every launched kernel's name must contain. Empty when there is no fault.
     """
+    return faults(*look_at(run), kernel)
+
+
+def look_at(run: Callable[[], Any]) -> tuple[AllocationRecord, LaunchRecord]:
+    """What one call of ``run`` asks of the allocator and launches, once its first call is over (CUDA only)."""
     run()  # first-call work (module load, workspace) is not the closure's
     torch.cuda.synchronize()
-    return faults(allocations(run), launches(run), kernel)
+    return allocations(run), launches(run)
 
 
 def faults(allocated: AllocationRecord, launched: LaunchRecord, kernel: str) -> tuple[str, ...]:

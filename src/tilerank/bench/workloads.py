@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ def pool_workloads(path: Path, name: str) -> tuple[Workload, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """N(0,1) inputs of one workload, padded and packed: the same numbers for the same valid token."""
+    """Normally distributed inputs of one workload, padded and packed: the same numbers for the same valid token."""
 
     workload: Workload
     q: torch.Tensor  # [B, H, S, D], a view of [B, S, H, D] memory as transformers passes it; so are k and v
@@ -97,11 +98,18 @@ class AttentionInputs:
         return max(self.workload.lengths, default=0)
 
 
-def make_inputs(workload: Workload, dtype: torch.dtype, device: str, seed: int = 0) -> AttentionInputs:
-    """Draw inputs on the CPU in float32, so that every device and dtype starts from the same numbers."""
+@lru_cache(maxsize=1)  # seconds of a process that takes one workload at several dtypes and scales
+def _draw(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator) for _ in "qkv")
+
+
+def make_inputs(
+    workload: Workload, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0
+) -> AttentionInputs:
+    """Draw N(0,1) inputs times ``scale`` on the CPU in float32: every device and dtype starts from the same numbers."""
     shape = (workload.sequences, workload.padded_length, workload.heads, workload.head_dim)
-    memory = [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for _ in "qkv"]
+    memory = [(scale * drawn).to(device=device, dtype=dtype) for drawn in _draw(shape, seed)]
     lengths = torch.tensor(workload.lengths, dtype=torch.int32)
     valid = torch.arange(workload.padded_length) < lengths[:, None]
     cu_seqlens = torch.zeros(workload.sequences + 1, dtype=torch.int32)

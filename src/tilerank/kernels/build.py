@@ -120,7 +120,10 @@ def find_nvcc() -> Path | None:
 
 
 def _version(program: Path) -> str:
-    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise TilerankError(f"{program} does not run ({error.strerror}); mend it or take it off the PATH") from error
     if answer.returncode != 0:
         raise TilerankError(f"{program} --version failed: {(answer.stderr or answer.stdout).strip()[:200]}")
     return answer.stdout.strip()
@@ -137,7 +140,8 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 @cache
-def _toolchain(needs_nvcc: bool) -> Toolchain:
+def toolchain(needs_nvcc: bool) -> Toolchain:
+    """The programs found on this machine; `TilerankError` with what to install when one is missing."""
     programs = {name: _find_program(name) for name in ("cmake", "ninja")}
     programs["c++"] = next(filter(None, map(_find_program, ("g++", "c++", "clang++"))), None)
     missing = [name for name, path in programs.items() if path is None]
@@ -160,8 +164,12 @@ def cache_dir() -> Path:
     """Where built libraries are kept: $TILERANK_CACHE, else tilerank below the user's cache folder."""
     if os.environ.get("TILERANK_CACHE"):
         return Path(os.environ["TILERANK_CACHE"]).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tilerank"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tilerank"
+    try:
+        return Path.home() / ".cache" / "tilerank"
+    except RuntimeError as error:  # no $HOME, and a user without an entry, as containers have
+        raise TilerankError("there is no home folder to keep the library in; set TILERANK_CACHE to a folder") from error
 
 
 def read_sources(source: Path) -> dict[str, bytes]:
@@ -174,7 +182,8 @@ def read_sources(source: Path) -> dict[str, bytes]:
     return files
 
 
-def _digest(*parts: bytes) -> str:
+def digest_of(*parts: bytes) -> str:
+    """One digest, in hexadecimal, of several pieces whose borders count."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -184,13 +193,13 @@ def _digest(*parts: bytes) -> str:
 def _build_id(target: Target, versions: str, files: Mapping[str, bytes]) -> str:
     sources = [item for name in sorted(files) for item in (name.encode(), files[name])]
     options = (target.backend, target.archs, target.sanitize, versions)
-    return _digest(*(text.encode() for text in options), *sources)[:32]
+    return digest_of(*(text.encode() for text in options), *sources)[:32]
 
 
 def build_id(target: Target, source: Path | None = None) -> str:
     """The id that a library built now from ``source`` (this installation's ``cuda/``) would carry."""
     files = read_sources(source or cuda_dir())
-    return _build_id(target, _toolchain(target.backend == "cuda").versions, files)
+    return _build_id(target, toolchain(target.backend == "cuda").versions, files)
 
 
 def library_path(identity: str, cache_folder: Path | None = None) -> Path:
@@ -250,6 +259,17 @@ def default_target() -> Target:
     if capabilities and find_nvcc() is not None:
         return Target("cuda", archs_for(capabilities))
     return Target("cpu")
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say what to do when the cache is a read-only folder, a full disk or no folder at all."""
+    try:
+        yield
+    except OSError as error:
+        raise TilerankError(
+            f"{folder} cannot be written ({error.strerror or error}); set TILERANK_CACHE to a writable folder"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -317,24 +337,32 @@ def _sync(files: Mapping[str, bytes], folder: Path) -> None:
             path.write_bytes(content)
 
 
-def environment() -> dict[str, str]:
-    """The environment that compilers run in: without variables that would add options of their own."""
-    return {name: value for name, value in os.environ.items() if name not in _FLAG_VARIABLES}
+def environment(nvcc: Path | None = None) -> dict[str, str]:
+    """The environment that compilers run in: without variables that would add options of their own.
+
+    nvcc: links against what lies beside it. The wheel has these libraries in ``lib``, where nvcc does not look.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _FLAG_VARIABLES}
+    if nvcc is not None and (libraries := nvcc.parent.parent / "lib").joinpath("libcudart_static.a").exists():
+        kept["LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(libraries), kept.get("LIBRARY_PATH")]))
+    return kept
 
 
-def _run_logged(command: list[str | Path], log: Path, lock: int, bar: _Bar) -> None:
+def _run_logged(command: list[str | Path], nvcc: Path | None, log: Path, lock: int, bar: _Bar) -> None:
     """Run one build program, appending its output to ``log``; `TilerankError` with its first error line."""
-    with log.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("a", encoding="utf-8") as output,
+        subprocess.Popen(
             [str(item) for item in command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            env=environment(),
+            env=environment(nvcc),
             pass_fds=(lock,),
-        )
+        ) as process,
+    ):
         deadline = threading.Timer(BUILD_LIMIT_S, process.kill)
         deadline.start()
         try:
@@ -349,7 +377,6 @@ def _run_logged(command: list[str | Path], log: Path, lock: int, bar: _Bar) -> N
             deadline.cancel()
             if process.poll() is None:  # interrupted: leave no compiler behind
                 process.terminate()
-                process.wait()
     if code != 0:
         wrong = next((line for line in lines if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), "")
         raise TilerankError(
@@ -414,19 +441,15 @@ def build(
     """
     source = (source or cuda_dir()).resolve()
     folder = cache_folder or cache_dir()
-    tools = _toolchain(target.backend == "cuda")
+    tools = toolchain(target.backend == "cuda")
     files = read_sources(source)
     identity = _build_id(target, tools.versions, files)
     result = library_path(identity, folder)
     if result.exists():
         return Built(result, identity)
 
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TilerankError(
-            f"{folder} cannot be made ({error.strerror}); set TILERANK_CACHE to a writable folder"
-        ) from error
     where = (
         str(source),
         target.backend,
@@ -436,9 +459,9 @@ def build(
         str(tools.cxx),
         str(tools.nvcc),
     )
-    tree = folder / f"tree-{_digest(*map(str.encode, where))[:16]}"
+    tree = folder / f"tree-{digest_of(*map(str.encode, where))[:16]}"
     log = tree.with_suffix(".log")
-    with _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
+    with _writing(folder), _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
         if result.exists():  # the builder we waited for made it
             return Built(result, identity)
         log.write_text(f"{target} {identity}\n", encoding="utf-8")
@@ -446,8 +469,8 @@ def build(
             _sync(files, tree / "src")
             bar = _Bar(f"building the kernel library ({target.backend} {target.archs.replace(';', ' ')})".strip())
             with contextlib.closing(bar), _heartbeat(log):
-                _run_logged(_configure_command(tools, target, identity, tree), log, lock, bar)
-                _run_logged([tools.ninja, "-C", tree / "build", "tilerank"], log, lock, bar)
+                _run_logged(_configure_command(tools, target, identity, tree), tools.nvcc, log, lock, bar)
+                _run_logged([tools.ninja, "-C", tree / "build", "tilerank"], tools.nvcc, log, lock, bar)
         # Under a name of this process first, and on disk before it is renamed: loading half a library is a crash.
         temporary = folder / f".{result.name}.{os.getpid()}"
         with temporary.open("wb") as output:

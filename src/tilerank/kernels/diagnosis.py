@@ -39,7 +39,11 @@ def doctor() -> Iterator[Check]:
             "not found: only the reference can be built (`pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings one)",
         )
     else:
-        yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")
+        try:
+            yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")
+        except TilerankError as error:
+            yield Check("nvcc", False, str(error))
+            nvcc = None
     if capabilities:
         listed = ", ".join(f"{capability / 10}" for capability in capabilities)
         yield Check("device", True, f"compute capability {listed}")
@@ -72,7 +76,7 @@ def _sanity(nvcc: Path, capabilities: tuple[int, ...]) -> Check:
             return Check("sanity kernel", False, str(error))
         flags = [flag for arch in archs.split(";") for flag in build.gencode(arch)]
         for command in ([nvcc, "-x", "cu", *flags, "-o", program, source], [program]):
-            answer = subprocess.run(command, capture_output=True, text=True, check=False)
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, env=build.environment(nvcc))
             said = (answer.stdout + answer.stderr).strip()
             if answer.returncode != 0:
                 what = "does not compile" if command[0] == nvcc else "does not run"

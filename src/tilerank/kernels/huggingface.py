@@ -66,10 +66,14 @@ def attention_mask(
     Causal, windowed, chunked and combined patterns are expanded as for SDPA. Plain padding costs no memory: its mask
     is a view of the 2-D one. Looking at it takes one wait for the device a forward pass, which SDPA's mask takes too;
     under ``torch.compile`` and stream capture, where nothing can be looked at, the mask is used as it is.
+
+    Raises ValueError for a model that computes attention by itself, which would read a boolean mask as numbers.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
+    if not torch.compiler.is_compiling():
+        _check_interface(type(kwargs.get("config")))
     plain_padding = (
         attention_mask is not None
         and mask_function is bidirectional_mask_function
@@ -95,6 +99,26 @@ def attention_mask(
     if lengths_suffice:
         setattr(mask, _KEY_LENGTHS, key_lengths)
     return mask
+
+
+def calls_interface(model: type[torch.nn.Module]) -> bool:
+    """Whether this transformers class calls the registered attention, as most do; MPNet and others do not."""
+    return model._can_set_attn_implementation()
+
+
+@functools.cache
+def _check_interface(config: type) -> None:
+    from transformers import MODEL_MAPPING
+
+    if config not in MODEL_MAPPING:
+        return  # a model from elsewhere: its own code knows
+    models = MODEL_MAPPING[config]
+    for model in models if isinstance(models, tuple) else (models,):
+        if not calls_interface(model):
+            raise ValueError(
+                f"{model.__name__} computes attention by itself and would not call the registered one; "
+                "load it with attn_implementation='eager'"
+            )
 
 
 def attention_forward(

@@ -6,7 +6,7 @@ Imports neither torch nor the library, so it answers on any machine, whatever is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ DTYPES = ("fp32", "fp16", "bf16")
 LAYOUTS = ("padded", "packed")
 MASKS = ("key_lengths", "causal", "boolean", "additive")
 DEVICES = ("cpu", "cuda")
+PRODUCTS = ("ffma", "fp16x3", "tf32")
 MAX_HEAD_DIM = 256
 
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
-_OPTIONAL = ("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt")
+_OPTIONAL = (
+    *("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt"),
+    *("products", "dtype_min_sm", "max_sm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,18 @@ class Row:
     preference: int | None = None  # None: the rung
     timed_layout: str = "padded"
     host_exempt: str | None = None
+    products: str = "ffma"
+    dtype_min_sm: Mapping[str, int] = field(default_factory=dict, hash=False)
+    max_sm: int | None = None
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What its results are worth, dtype by dtype: fp32 tensors whose products are TF32 give tf32."""
+        return tuple("tf32" if dtype == "fp32" and self.products == "tf32" else dtype for dtype in self.dtypes)
+
+    def lowest_sm(self, dtype: str) -> int:
+        """Lowest compute capability, times ten, that it serves ``dtype`` on."""
+        return self.dtype_min_sm.get(dtype, self.min_sm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,25 @@ def _timed_layout(where: str, values: Mapping[str, Any]) -> str:
     return layout
 
 
+def _dtype_min_sm(where: str, values: Mapping[str, Any]) -> dict[str, int]:
+    given = values.get("dtype_min_sm", {})
+    lowest = values["min_sm"]
+    if not isinstance(given, Mapping) or not all(
+        dtype in values["dtypes"] and type(sm) is int and sm > lowest for dtype, sm in given.items()
+    ):
+        raise TilerankError(f"{where} is {given!r}; allowed: dtypes of the row, each above its min_sm, {lowest}")
+    return dict(given)
+
+
+def _products(where: str, values: Mapping[str, Any]) -> str:
+    products = values.get("products", PRODUCTS[0])
+    if products not in PRODUCTS:
+        raise TilerankError(f"{where} is {products!r}; allowed: {', '.join(PRODUCTS)}")
+    if products == "tf32" and values.get("auto", True):
+        raise TilerankError(f"{where} is tf32, which loses accuracy; such a row must say `auto: false`")
+    return products
+
+
 def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
     if not isinstance(values, Mapping):
         raise TilerankError(f"{where} is {values!r}; expected a row with {', '.join(_REQUIRED)}")
@@ -122,6 +157,9 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         workspace=bool(values.get("workspace", False)),
         auto=bool(values.get("auto", True)),
         host_exempt=values.get("host_exempt"),
+        products=_products(f"{where}.products", values),
+        dtype_min_sm=_dtype_min_sm(f"{where}.dtype_min_sm", values),
+        max_sm=int(values["max_sm"]) if "max_sm" in values else None,
     )
 
 
@@ -178,10 +216,12 @@ def refusal(row: Row, request: Request) -> str | None:
 
     dims = row.head_dims
     extra = [mask for mask in MASKS if mask in request.masks and mask not in row.masks]
+    lowest = row.lowest_sm(request.dtype)
+    archs = f"{lowest} and above" if row.max_sm is None else f"{lowest} to {row.max_sm}"
     checks = (
         unless(row.device == request.device, "device", request.device, row.device),
-        unless(request.sm >= row.min_sm, "sm", request.sm, f"{row.min_sm} and above"),
         unless(request.dtype in row.dtypes, "dtype", request.dtype, listed(row.dtypes)),
+        unless(lowest <= request.sm and (row.max_sm is None or request.sm <= row.max_sm), "sm", request.sm, archs),
         unless(
             1 <= request.head_dim <= MAX_HEAD_DIM if dims is None else request.head_dim in dims,
             "head_dim",

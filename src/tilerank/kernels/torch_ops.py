@@ -27,6 +27,7 @@ _MASK_TYPES = {
 }
 _LENGTHS_TYPES = {torch.int32: library.LENGTHS_INT32, torch.int64: library.LENGTHS_INT64}
 _INT64_MAX = 2**63 - 1
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 def attention(
@@ -173,18 +174,19 @@ def _maximum(name: str, value: Any) -> int:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; expected an int (it sizes the launch, so the host must know it)")
-    if value > _INT64_MAX:
-        raise ValueError(f"{name} is {value}; it must be below 2**63")
+    if value > _INT64_MAX or value < -_INT64_MAX:
+        raise ValueError(f"{name} is {value}; allowed: 0 to 2**63 - 1")
     return value
 
 
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """Lengths or bounds as an int32 or int64 tensor, where they already are; sequences become CPU tensors."""
     if not isinstance(values, torch.Tensor):
-        if isinstance(values, str) or not hasattr(values, "__len__"):
+        if isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "shape", None) == ():
             raise TypeError(f"{name} is {values!r}; expected a tensor or a sequence of integers")
         try:
-            values = torch.as_tensor(values) if len(values) else torch.empty(0, dtype=torch.int64)
+            # On the CPU whatever the default device is, so that they are checked; copied, as arrays may be read-only.
+            values = torch.tensor(values, device="cpu") if len(values) else torch.empty(0, dtype=torch.int64)
         except (OverflowError, RuntimeError, ValueError) as error:
             too_large = [x for x in values if isinstance(x, int) and not -_INT64_MAX <= x <= _INT64_MAX]
             if too_large:
@@ -197,9 +199,16 @@ def _integers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
     raise TypeError(f"{name} holds {values.dtype}; expected integers (int32 or int64)")
 
 
-def _scale(scale: float | None, q: torch.Tensor) -> float:
+def _scale(scale: Any, q: torch.Tensor) -> float:
     if scale is not None:
-        return float(scale)
+        try:
+            if isinstance(scale, bool | str | bytes):
+                raise TypeError("not a number")
+            return float(scale)
+        except OverflowError:
+            raise ValueError(f"scale is {scale}; it must be finite in float32") from None
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"scale is {scale!r}; expected a number, or None for 1/sqrt(D)") from error
     return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
 
 
@@ -223,8 +232,8 @@ def _check_common(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dimensions:
     heads, kv_heads = (x.shape[1] for x in (q, k))
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads; expected a multiple of the {kv_heads} of k and v, at least 1")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite")
+    if not abs(scale) <= _FP32_MAX:
+        raise ValueError(f"scale is {scale}; it must be finite in float32, in which kernels compute")
 
 
 def _check_padded(

@@ -7,13 +7,15 @@ its light or dark scheme, or by fixed colours on white for a file of its own.
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tilerank.report.analysis import time_parts
 from tilerank.report.records import PRECISIONS, Summary, lookup
 from tilerank.report.tables import ratio, share, short, signed
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 # Placeholder -> name of the page's CSS variable. No picture draws these near-black shades for their own sake.
 INK, MUTED, LINE, OURS, PEER, REST, PAPER = (f"#01010{digit}" for digit in range(1, 8))
+ISSUE, COMPUTE, SHARED, MEMORY = (f"#01020{digit}" for digit in range(1, 5))
 _VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", OURS: "ours", PEER: "peer", REST: "rest", PAPER: "paper"}
+_VARIABLES |= {ISSUE: "issue", COMPUTE: "compute", SHARED: "shared", MEMORY: "memory"}
 
 LIGHT = {
     "ink": "#1c2128",
@@ -34,6 +38,10 @@ LIGHT = {
     "rest": "#c3ccd5",
     "paper": "#ffffff",
     "panel": "#f6f8fa",
+    "issue": "#bf8700",
+    "compute": "#1a7f37",
+    "shared": "#8250df",
+    "memory": "#cf222e",
 }
 DARK = {
     "ink": "#e6edf3",
@@ -44,6 +52,10 @@ DARK = {
     "rest": "#57606a",
     "paper": "#0d1117",
     "panel": "#161b22",
+    "issue": "#d4a72c",
+    "compute": "#4ac26b",
+    "shared": "#b083f0",
+    "memory": "#ff7b72",
 }
 """CSS variable -> colour, one set for each scheme."""
 
@@ -76,16 +88,20 @@ class Picture:
     standalone: str
 
 
-def draw_pictures(summary: Summary, captions: Mapping[str, str]) -> tuple[Picture, ...]:
+def draw_pictures(summary: Summary, predictions: Mapping[str, str]) -> tuple[Picture, ...]:
     """Every picture that the records have figures for.
 
-    captions: variant -> what it was expected to do and why, in ladder order; shown beside its bar.
+    summary: as `analyse` gives it. predictions: variant -> what it was expected to do and why, in ladder order.
     """
     drawn = [
         *_length_histograms(summary),
         _time_shares(summary),
-        _ladder(summary, captions),
+        _ladder(summary, predictions),
+        _predicted_times(summary, predictions),
+        _stalls(summary, predictions),
+        _roofline(summary, predictions),
         _floors(summary),
+        _rungs(summary),
         _predictions(summary),
         _rerank_times(summary),
         _quality_intervals(summary),
@@ -116,25 +132,15 @@ def _length_histogram(name: str, edges: Sequence[int], rows: Sequence[int], mean
 def _time_shares(summary: Summary) -> Picture | None:
     """The whole as a staircase of bars: the forward pass by operator class, the tokenizer call, everything else."""
     profile = summary.get("profile", {})
-    if "forward_share" not in profile:
-        return None
-    within = profile.get("within_forward", {})
-    forward = [
-        ("attention", profile.get("attention_share", 0.0), OURS),
-        ("matrix products", profile.get("gemm_share", 0.0), PEER),
-        ("norms", profile["forward_share"] * within.get("norm", 0.0), REST),
-        ("activations", profile["forward_share"] * within.get("activation", 0.0), REST),
-    ]
-    rest = profile["forward_share"] - sum(size for _, size, _ in forward)
-    tokenizer, tensors = profile.get("tokenize_share", 0.0), profile.get("tensors_share", 0.0)
+    colours = {"attention": OURS, "matrix products": PEER, "tokenising": MUTED, "building tensors": MUTED}
+    colours["everything else"] = LINE
+    total = lookup(profile, "ms.total")
     parts = [
-        *forward,
-        ("rest of the forward pass", rest, REST),
-        ("tokenising", tokenizer - tensors, MUTED),
-        ("building tensors", tensors, MUTED),
-        ("everything else", 1 - profile["forward_share"] - tokenizer, LINE),
+        (label + (f" {short(size * total)} ms" if total is not None else ""), size, colours.get(label, REST))
+        for label, size in time_parts(profile).items()
     ]
-    parts = [(label, size, colour) for label, size, colour in parts if size > 0]
+    if not parts:
+        return None
 
     def paint(axes: Axes) -> None:
         start = 0.0
@@ -150,16 +156,15 @@ def _time_shares(summary: Summary) -> Picture | None:
     return _picture("time-shares", "profile", description, 0.6 + 0.27 * len(parts), paint)
 
 
-def _ladder(summary: Summary, captions: Mapping[str, str]) -> Picture | None:
-    """A bar a rung on a logarithmic axis, its cause below it."""
+def _ladder(summary: Summary, predictions: Mapping[str, str]) -> Picture | None:
+    """A bar a rung on a logarithmic axis; below it the cause (what was expected) and the effect (what came)."""
     ladder = summary.get("ladder", {})
     timed = [name for name, values in ladder.items() if name != "best_ffma" and "us" in values]
     if not timed:
         return None
-    order = [name for name in captions if name in timed]
-    order += sorted((name for name in timed if name not in captions), key=lambda name: -ladder[name]["us"])
+    order = _in_order(timed, predictions, key=lambda name: -ladder[name]["us"])
     times = [ladder[name]["us"] for name in order]
-    notes = [textwrap.wrap(captions.get(name, ""), 74) for name in order]
+    notes = [_rung_notes(ladder[name], predictions.get(name)) for name in order]
     heights = [2.0 + 0.8 * len(note) for note in notes]  # in lines of text: name, bar, note
 
     def paint(axes: Axes) -> None:
@@ -174,15 +179,180 @@ def _ladder(summary: Summary, captions: Mapping[str, str]) -> Picture | None:
             top += height
         axes.set(xscale="log", xlim=(left, max(times) * 1.3), ylim=(top, 0), yticks=[], xlabel="µs, logarithmic")
         axes.spines["left"].set_visible(False)
+        _plain_logarithm(axes)
 
     description = "The ladder: " + ", ".join(f"{name} {short(us)} µs" for name, us in zip(order, times, strict=True))
     return _picture("ladder", "ladder", description, 0.5 + 0.17 * sum(heights), paint)
+
+
+def _rung_notes(rung: Mapping[str, Any], prediction: str | None) -> list[str]:
+    """Lines below a rung's bar."""
+    lines = textwrap.wrap(f"Expected: {prediction}", 74) if prediction else []
+    effect = []
+    if "gain_over_rung_before" in rung:
+        effect.append(f"{ratio(rung['gain_over_rung_before'])} over {rung['rung_before']}")
+    if "bound_by" in rung:
+        effect.append(f"now bound by {rung['bound_by']}")
+    return [*lines, *([f"Came: {'; '.join(effect)}"] if effect else [])]
+
+
+def _in_order(
+    names: Iterable[str], predictions: Mapping[str, str], key: Callable[[str], Any] | None = None
+) -> list[str]:
+    """Variants in ladder order; those that the ladder does not know follow, by ``key``."""
+    listed = [name for name in predictions if name in names]
+    return listed + sorted((name for name in names if name not in listed), key=key)
+
+
+def _predicted_times(summary: Summary, predictions: Mapping[str, str]) -> Picture | None:
+    """For each rung the time that was predicted and the one that was measured, on a logarithmic axis."""
+    rows = summary.get("predicted", {})
+    order = _in_order(rows, predictions)
+    if not order:
+        return None
+    pairs = [(rows[name]["predicted_us"], rows[name]["measured_us"]) for name in order]
+
+    def paint(axes: Axes) -> None:
+        for row, (predicted, measured) in enumerate(pairs):
+            axes.plot([predicted, measured], [row, row], color=LINE, linewidth=3, zorder=1)
+            axes.plot(predicted, row, marker="o", color=PEER, markersize=6, zorder=2)
+            axes.plot(measured, row, marker="o", color=OURS, markersize=6, zorder=3)
+        ends = [end for pair in pairs for end in pair]
+        axes.set(xscale="log", xlim=(min(ends) / 1.3, max(ends) * 1.3), ylim=(len(order) - 0.5, -1.2))
+        axes.set(xlabel="µs, logarithmic", yticks=range(len(order)), yticklabels=order)
+        axes.text(0.0, 1.0, "● predicted", color=PEER, transform=axes.transAxes, va="top")
+        axes.text(0.25, 1.0, "● measured", color=OURS, transform=axes.transAxes, va="top")
+        _plain_logarithm(axes)
+
+    description = "Predicted and measured, µs: " + ", ".join(
+        f"{name} {short(predicted)} and {short(measured)}"
+        for name, (predicted, measured) in zip(order, pairs, strict=True)
+    )
+    return _picture("predicted-times", "predicted", description, 0.7 + 0.24 * (len(order) + 1), paint)
+
+
+def _plain_logarithm(axes: Axes) -> None:
+    """Ticks as whole numbers, at 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+_KIND_COLOURS = {
+    "issuing": OURS,
+    "issue": ISSUE,
+    "compute": COMPUTE,
+    "shared memory": SHARED,
+    "memory": MEMORY,
+    "barriers": MUTED,
+    "other": LINE,
+}
+
+
+def _stalls(summary: Summary, predictions: Mapping[str, str]) -> Picture | None:
+    """A bar a variant: where the time of its warps goes, by kind of wait."""
+    rows = summary.get("counters", {})
+    order = _in_order(rows, predictions)
+    if not order:
+        return None
+    kinds = [kind for kind in _KIND_COLOURS if any(rows[name]["shares"].get(kind, 0) >= 0.005 for name in order)]
+
+    def paint(axes: Axes) -> None:
+        for row, name in enumerate(order):
+            start = 0.0
+            for kind in kinds:
+                size = rows[name]["shares"].get(kind, 0.0)
+                axes.barh(row, size, left=start, color=_KIND_COLOURS[kind], height=0.7)
+                start += size
+        axes.set(xlim=(0, 1), ylim=(len(order) - 0.5, -2.1), xlabel="share of a warp's time")
+        axes.set(yticks=range(len(order)), yticklabels=order)
+        axes.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+        for place, kind in enumerate(kinds):
+            axes.text(place % 4 / 4, -1.75 + 0.75 * (place // 4), f"■ {kind}", color=_KIND_COLOURS[kind], va="center")
+
+    description = "What warps wait for: " + "; ".join(
+        f"{name} " + ", ".join(f"{kind} {share(rows[name]['shares'].get(kind, 0.0))}" for kind in kinds)
+        for name in order
+    )
+    return _picture("stalls", "counters", description, 0.7 + 0.24 * (len(order) + 1.6), paint)
+
+
+def _roofline(summary: Summary, predictions: Mapping[str, str]) -> Picture | None:
+    """Every profiled kernel below the two roofs, both axes in units of the ridge, where the roofs meet."""
+    rows = {name: row for name, row in summary.get("counters", {}).items() if "intensity" in row}
+    order = _in_order(rows, predictions)
+    if not order:
+        return None
+    points = {name: (rows[name]["intensity"], rows[name]["useful_arithmetic"]) for name in order}
+
+    def paint(axes: Axes) -> None:
+        right = 1.5 * max(2.0, *(x for x, _ in points.values()))
+        left, low = 0.15 * min(1.0, *(x for x, _ in points.values())), 0.6 * min(y for _, y in points.values())
+        axes.plot([low, 1.0, right], [low, 1.0, 1.0], color=PEER, linewidth=1.5)
+        axes.text(right, 1.15, "arithmetic", color=MUTED, ha="right", va="bottom")
+        axes.text(0.35, 0.14, "memory", color=MUTED)
+        kinds = [kind for kind in _KIND_COLOURS if any(row["bound_by"] == kind for row in rows.values())]
+        for place, kind in enumerate(kinds):
+            axes.text(
+                0.04, 0.05 + 0.055 * place, f"● bound by {kind}", color=_KIND_COLOURS[kind], transform=axes.transAxes
+            )
+        places = _spread([math.log(y) for _, y in points.values()], math.log(2.0 / low) / 22)
+        for (name, (x, y)), place in zip(points.items(), places, strict=True):
+            label = (right * 1.25, math.exp(place))
+            axes.plot([x, label[0] * 0.97], [y, label[1]], color=LINE, linewidth=0.7, clip_on=False, zorder=1)
+            axes.plot(x, y, marker="o", color=_KIND_COLOURS[rows[name]["bound_by"]], markersize=6, zorder=2)
+            axes.text(*label, f"{name} {share(y)}", color=INK, va="center", fontsize=8)
+        axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, 2.0))
+        axes.set(xlabel="useful products a byte of memory traffic, in units of the ridge")
+        axes.set(ylabel="share of the arithmetic rate")
+        axes.set_yticks([tick for tick in (0.001, 0.01, 0.1, 1.0) if tick >= low])
+        axes.set_yticklabels([share(tick) for tick in (0.001, 0.01, 0.1, 1.0) if tick >= low])
+        axes.set_xticks([tick for tick in (0.1, 1, 10, 100) if left <= tick <= right])
+        axes.set_xticklabels([f"{tick:g}" for tick in (0.1, 1, 10, 100) if left <= tick <= right])
+        axes.minorticks_off()
+
+    description = "Roofline, share of the arithmetic rate and intensity over the ridge's: " + ", ".join(
+        f"{name} {share(y)} at {short(x)}" for name, (x, y) in points.items()
+    )
+    return _picture("roofline", "counters", description, 3.6, paint)
+
+
+def _spread(values: Sequence[float], gap: float) -> list[float]:
+    """``values`` moved apart so that neighbours are at least ``gap`` from each other, in their order of size."""
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    places = [values[index] for index in order]
+    for _ in range(200):
+        for lower in range(len(places) - 1):
+            missing = gap - (places[lower + 1] - places[lower])
+            if missing > 1e-9:
+                places[lower] -= missing / 2
+                places[lower + 1] += missing / 2
+    moved = [0.0] * len(values)
+    for index, place in zip(order, places, strict=True):
+        moved[index] = place
+    return moved
 
 
 def _floors(summary: Summary) -> Picture | None:
     """Measured attention beside the best peer, and beside the least time that this machine's rates allow."""
     parts = (("best peer", "best_peer_us", PEER), ("tilerank", "us", OURS), ("floor", "floor_us", REST))
     return _bars("floors", "attention", "Attention alone", _bars_of(summary, "attention", parts), "µs", short)
+
+
+def _rungs(summary: Summary) -> Picture | None:
+    """Every rung at the precisions other than fp32, from its first to its last, between best peer and floor."""
+    bars = []
+    for precision, rungs in summary.get("rungs", {}).items():
+        timed = {name: rung for name, rung in rungs.items() if "us" in rung}
+        if timed:
+            quickest = min(timed.values(), key=lambda rung: rung["us"])
+            bars += [(f"{precision} best peer", quickest["best_peer_us"], PEER)] if "best_peer_us" in quickest else []
+            ordered = sorted(timed.items(), key=lambda item: -item[1]["us"])
+            bars += [(f"{precision} {name}", rung["us"], OURS) for name, rung in ordered]
+            bars += [(f"{precision} floor", quickest["floor_us"], REST)] if "floor_us" in quickest else []
+    return _bars("rungs", "rungs", "Attention at other precisions", bars, "µs", short)
 
 
 def _predictions(summary: Summary) -> Picture | None:
@@ -281,7 +451,8 @@ def _picture(name: str, section: str, description: str, height: float, paint: Ca
         'stroke-linejoin="round" stroke-linecap="butt"'
     )
     inline = f"<svg {view}>{content}</svg>"
-    standalone = f'<svg xmlns="http://www.w3.org/2000/svg" {view} style="background: {PAPER}">{content}</svg>\n'
+    size = f'width="{96 * _WIDTH:g}" height="{96 * height:g}"'  # without one an img in a flexible box has no width
+    standalone = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} style="background: {PAPER}">{content}</svg>\n'
     for placeholder, variable in _VARIABLES.items():
         inline = inline.replace(placeholder, f"var(--{variable})")
         standalone = standalone.replace(placeholder, LIGHT[variable])

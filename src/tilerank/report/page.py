@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tilerank.report.analysis import analyse
 from tilerank.report.figures import DARK, LIGHT, Picture, draw_pictures
 from tilerank.report.host_path import steps_pictures
-from tilerank.report.records import Record, merge, sources
+from tilerank.report.records import Record, sources
 from tilerank.report.tables import (
     TABLES,
     Table,
@@ -40,20 +41,21 @@ class Report:
     pictures: tuple[Picture, ...]
 
 
-def build_report(records: Sequence[Record], machine: str, captions: Mapping[str, str] | None = None) -> Report:
+def build_report(records: Sequence[Record], machine: str, predictions: Mapping[str, str] | None = None) -> Report:
     """Build the page from the records of ``machine``: the same records give the same bytes.
 
-    captions: variant -> one sentence, in ladder order (see `draw_pictures`).
+    predictions: variant -> what was expected of it, in ladder order.
     """
-    summary = merge(records)
-    pictures = (*draw_pictures(summary, captions or {}), *steps_pictures(summary))
+    predictions = predictions or {}
+    summary = analyse(records, predictions)
+    pictures = (*draw_pictures(summary, predictions), *steps_pictures(summary))
     sections = []
     for spec in TABLES:
-        table = build_table(spec, summary, tuple(captions or ()))
+        table = build_table(spec, summary, tuple(predictions))
         if table is None:
             continue
         shown = [picture for picture in pictures if picture.section == spec.name]
-        sections.append(_section(table, shown, sources(records, spec.name)))
+        sections.append(_section(table, shown, sources(records, spec.section)))
     absent = absent_sections(summary)
     body = [
         f"<h1>tilerank on <code>{escape(machine)}</code></h1>",
@@ -158,7 +160,7 @@ table {{ border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: ta
 th, td {{ padding: 0.35rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }}
 thead th {{ color: var(--muted); font-weight: 500; vertical-align: bottom; }}
 td {{ white-space: nowrap; }}
-th:first-child {{ text-align: left; padding-left: 0; }}
+th:first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--paper); }}
 #records td {{ text-align: left; }}
 #records thead th {{ text-align: left; }}
 </style>

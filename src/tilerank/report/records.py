@@ -12,11 +12,21 @@ from tilerank.errors import TilerankError
 
 SUMMARY_FILE = "summary.json"
 
+_LONGEST_NAME = 40
+
 SECTIONS = (
-    *("workload", "profile", "ladder", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "block", "bert_large", "micro"),
+    *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
+    *("quality", "memory", "checks", "block", "bert_large", "micro"),
 )
-"""The top-level keys of the summary contract. What else a record holds (digests, recipes) is its own business."""
+"""The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
+
+`ladder` is fp32; `rungs.<precision>.<variant>` says the same of the other precisions."""
+
+DERIVED = {"attention": ("ladder", "rungs")}
+"""Section that `merge` adds -> the recorded ones that it is taken from."""
+
+PER_VARIANT = ("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_")
+"""What the names of records begin with that belong to one variant."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -43,21 +53,35 @@ def read_records(folder: Path) -> tuple[Record, ...]:
         if path.name == SUMMARY_FILE or path.name.startswith("."):
             continue
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise TilerankError(f"{path} cannot be read ({error}); run its stage again or `git checkout` it") from error
-        if not isinstance(values, dict):
-            raise TilerankError(f"{path}: expected a JSON object, found {type(values).__name__}; run its stage again")
-        provenance = values.pop("provenance", {})
-        records.append(Record(path.stem, values, provenance))
+            raise _unreadable(str(path), error) from error
+        records.append(parse_record(str(path), path.stem, text))
     return tuple(records)
+
+
+def parse_record(where: str, name: str, text: str) -> Record:
+    """The record that a metrics file's text holds. Raises `TilerankError`, naming ``where``, unless it is a JSON
+    object."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(where, error) from error
+    if not isinstance(values, dict):
+        raise TilerankError(f"{where}: expected a JSON object, found {type(values).__name__}; run its stage again")
+    provenance = values.pop("provenance", {})
+    return Record(name, values, provenance)
+
+
+def _unreadable(where: str, error: Exception) -> TilerankError:
+    return TilerankError(f"{where} cannot be read ({error}); run its stage again or `git checkout` it")
 
 
 def merge(records: Sequence[Record]) -> dict[str, Any]:
     """The summary contract's sections of all records in one mapping.
 
-    ``ladder.best_ffma`` is added: the quickest masked fp32 rung that passed its checks. No variant uses tensor cores
-    for fp32 so far; one that does must be left out of it.
+    Two things are added: ``ladder.best_ffma``, the quickest masked fp32 rung that passed its checks and does not use
+    the matrix unit, and ``attention.<precision>``, the quickest packed rung of all.
 
     Raises `TilerankError` when two records disagree about a key, or one holds a null.
     """
@@ -67,6 +91,10 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
         for section in SECTIONS:
             if section in record.values:
                 _add(merged, section, record.values[section], section, record.name, writers)
+    for precision, rungs in {"fp32": merged.get("ladder", {}), **merged.get("rungs", {})}.items():
+        quickest = _quickest_packed(rungs)
+        if quickest:
+            merged.setdefault("attention", {})[precision] = quickest
     best = _best_rung(merged.get("ladder", {}))
     if best:
         merged["ladder"]["best_ffma"] = best
@@ -74,12 +102,17 @@ def merge(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """What `merge` gives without its lists (histograms, names of noisy ratios), for ``dvc metrics diff``."""
-    return _without_lists(merge(records))
+    """What `merge` gives without its lists (histograms, names of noisy ratios) and without texts that are no short
+    names (of kernels, reasons): what ``dvc metrics diff`` can show in a table."""
+    return _figures(merge(records))
 
 
 def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
-    masked = {name: rung for name, rung in ladder.items() if rung.get("masked") and "us" in rung}
+    masked = {
+        name: rung
+        for name, rung in ladder.items()
+        if rung.get("masked") and "us" in rung and rung.get("products", "ffma") == "ffma"
+    }
     if not masked:
         return {}
     name = min(masked, key=lambda name: masked[name]["us"])
@@ -89,11 +122,40 @@ def _best_rung(ladder: Mapping[str, Any]) -> dict[str, Any]:
     return {"variant": name, **{new: rung[old] for old, new in renamed.items() if old in rung}}
 
 
-def _without_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+def _packed_us(rung: Mapping[str, Any]) -> float | None:
+    """Time of the packed input, None where it was not taken."""
+    return rung.get("us") if rung.get("layout") == "packed" else rung.get("packed_us")
+
+
+def _quickest_packed(rungs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """``attention.<precision>``: the rung with the least packed time, beside the best peer on the same data, and its
+    padded time beside SDPA with a boolean mask, which takes padded input too."""
+    packed = {name: us for name, rung in rungs.items() if (us := _packed_us(rung)) is not None}
+    if not packed:
+        return {}
+    name = min(packed, key=lambda name: packed[name])
+    rung, us = rungs[name], packed[name]
+    same = ("padded_us", "best_peer", "best_peer_us", "max_abs_error", "sdpa_max_abs_error", "floor_us")
+    found = {"variant": name, "us": us, **{key: rung[key] for key in same if key in rung}}
+    if "best_peer_us" in rung:
+        found["speedup_vs_best_peer"] = rung["best_peer_us"] / us
+        if rung["layout"] == "packed":  # a ratio of this very time
+            found["speedup_vs_best_peer_is_noise"] = rung.get("speedup_vs_best_peer_is_noise", False)
+    if "sdpa_us" in rung and "padded_us" in rung:
+        found["speedup_vs_sdpa_masked"] = rung["sdpa_us"] / rung["padded_us"]
+    at_scales = [each["speedup_vs_peer"] for each in rung.get("scales", {}).values() if "speedup_vs_peer" in each]
+    if at_scales:
+        found["speedup_at_worst_scale"] = min(at_scales)
+    if "floor_us" in rung:
+        found["share_of_floor"] = rung["floor_us"] / us
+    return found
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for key, value in values.items():
-        value = _without_lists(value) if isinstance(value, Mapping) else value
-        if not isinstance(value, list) and value != {}:
+        value = _figures(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, list) and value != {} and not (isinstance(value, str) and len(value) > _LONGEST_NAME):
             kept[key] = value
     return kept
 
@@ -132,5 +194,6 @@ def lookup(summary: Mapping[str, Any], dotted: str) -> Any:
 
 
 def sources(records: Sequence[Record], section: str) -> tuple[Record, ...]:
-    """The records that hold something of ``section`` (a dotted key)."""
-    return tuple(record for record in records if lookup(record.values, section) is not None)
+    """The records that hold something of ``section`` (a dotted key), or of what it is derived from."""
+    sections = (section, *DERIVED.get(section, ()))
+    return tuple(record for record in records if any(lookup(record.values, each) is not None for each in sections))

@@ -5,11 +5,13 @@ One description serves the README (Markdown), the page (HTML) and the terminal.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
+from tilerank.report.analysis import analyse
+from tilerank.report.records import PER_VARIANT, PRECISIONS, Record, Summary, lookup, sources
 
 ABSENT = "–"
 
@@ -55,9 +57,24 @@ def whole(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, M
     return [("share", section)]
 
 
+def as_given(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for every mapping in the section, in its own order."""
+    return [(key, values) for key, values in section.items() if isinstance(values, Mapping)]
+
+
 def ladder_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """The variants; what `best_ffma` says stands in the row of its variant."""
     return keyed({name: values for name, values in section.items() if name != "best_ffma"}, order)
+
+
+def rung_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for each precision and variant, in ladder order; what the input scales did to it joins its figures."""
+
+    def flat(rung: Mapping[str, Any]) -> dict[str, Any]:
+        scales = rung.get("scales", {}).items()
+        return {**rung, **{f"{name}_{key}": value for name, figures in scales for key, value in figures.items()}}
+
+    return [(label, flat(rung)) for label, rung in keyed_twice(section, order)]
 
 
 def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -76,6 +93,17 @@ def quality_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tu
     ]
 
 
+def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The variants; a check without an answer says why in its cell."""
+
+    def told(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        reasons = values.get("not_available", {})
+        keys = {column.key.rpartition("_")[0]: column.key for column in CHECK_COLUMNS}
+        return {**values, **{keys[check]: f"not available ({reason})" for check, reason in reasons.items()}}
+
+    return [(label, told(values)) for label, values in keyed(section, order)]
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """How one section of the summary becomes a table."""
@@ -88,6 +116,12 @@ class TableSpec:
     note: str = ""  # what the figures mean; never a figure
     facts: tuple[Column, ...] = ()  # figures of the section as a whole, told below the table
     entries: Entries = keyed
+    measured_in: str = ""  # the records' section that the figures follow from, where that is another one
+
+    @property
+    def section(self) -> str:
+        """The section of the records that says where the figures come from."""
+        return self.measured_in or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +133,7 @@ class Table:
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    section: str = ""  # of the records that it is from
 
 
 def count(value: float) -> str:
@@ -138,6 +173,16 @@ def error(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def found(value: int | str) -> str:
+    """How many findings of a tool, or why it was not asked."""
+    return "clean" if value == 0 else str(value)
+
+
+def wrong(value: int | str) -> str:
+    """How many wrong results, or why there are none."""
+    return "right" if value == 0 else str(value)
+
+
 def text(value: Any) -> str:
     """A name, as recorded."""
     return str(value)
@@ -160,6 +205,18 @@ QUALITY_COLUMNS = (
     Column("largest logit difference", "max_abs_logit_diff", error),
     Column("Kendall's tau", "kendall_tau", measure),
     Column("queries", "queries", count),
+)
+
+CHECK_COLUMNS = (
+    Column("cases", "cases", count),
+    Column("own code", "native_wrong", wrong),
+    Column("compute_75 PTX", "ptx_75_wrong", wrong),
+    Column("compute_80 PTX", "ptx_80_wrong", wrong),
+    Column("sampled cases", "sampled_cases", count),
+    Column("memcheck", "memcheck_findings", found),
+    Column("racecheck", "racecheck_findings", found),
+    Column("initcheck", "initcheck_findings", found),
+    Column("synccheck", "synccheck_findings", found),
 )
 
 TABLES = (
@@ -204,6 +261,25 @@ TABLES = (
         entries=whole,
     ),
     TableSpec(
+        "amdahl",
+        "What each part can gain",
+        "profile_baseline",
+        "part",
+        (
+            Column("ms", "ms", short),
+            Column("share", "share", share),
+            Column("ceiling", "ceiling", ratio),
+        ),
+        "The ceiling is the gain of the whole query if the part took no time at all.",
+        facts=(
+            Column("The kernel's speed-up in the model, fp32", "kernel_speedup", ratio),
+            Column("so the whole query's by Amdahl's law, attention alone replaced", "predicted_speedup", ratio),
+            Column("measured for the whole query with all that tilerank replaces", "rerank_speedup", ratio),
+        ),
+        entries=as_given,
+        measured_in="profile",
+    ),
+    TableSpec(
         "ladder",
         "The ladder (fp32, workload seed)",
         "bench_attention",
@@ -211,6 +287,8 @@ TABLES = (
         (
             Column("µs", "us", short),
             Column("unmasked, µs", "unmasked_us", short),
+            Column("products", "products", text),
+            Column("against the rung before", "gain_over_rung_before", ratio),
             Column("against SDPA", "speedup_vs_sdpa", ratio),
             Column("against the best fp32 peer", "speedup_vs_best_peer", ratio),
             Column("which is", "best_peer", text),
@@ -219,10 +297,92 @@ TABLES = (
             Column("registers", "registers", count),
             Column("spilled bytes", "spill_bytes", count),
             Column("occupancy", "occupancy", share),
+            Column("bound by", "bound_by", text),
+            Column("commit", "commit", text),
         ),
         "Medians, cold L2; masked where the variant masks, else the whole padded batch; errors against float64. "
         "Speed-ups are SDPA's time / the variant's.",
         entries=ladder_entries,
+    ),
+    TableSpec(
+        "rungs",
+        "The ladder at other precisions (workload seed)",
+        "bench_attention",
+        "precision and variant",
+        (
+            Column("packed, µs", "packed_us", short),
+            Column("padded, µs", "padded_us", short),
+            Column("unmasked, µs", "unmasked_us", short),
+            Column("against the best peer", "speedup_vs_best_peer", ratio),
+            Column("which is", "best_peer", text),
+            Column("inputs x1, against packed", "x1_speedup_vs_peer", ratio),
+            Column("x8", "x8_speedup_vs_peer", ratio),
+            Column("x40", "x40_speedup_vs_peer", ratio),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
+            Column("share of the floor", "share_of_floor", share),
+            Column("registers", "registers", count),
+            Column("spilled bytes", "spill_bytes", count),
+            Column("occupancy", "occupancy", share),
+        ),
+        "Medians, cold L2, padding left out; unmasked: the whole padded batch. Under x1, x8 and x40 all inputs are "
+        "multiplied by that, and packed stands for torch's own packed kernel on the same data.",
+        entries=rung_entries,
+    ),
+    TableSpec(
+        "predicted",
+        "Predicted and measured",
+        "bench_attention",
+        "variant",
+        (
+            Column("of", "case", text),
+            Column("predicted, µs", "predicted_us", short),
+            Column("measured, µs", "measured_us", short),
+            Column("measured / predicted", "ratio", ratio),
+        ),
+        "Predictions were written down before anything was timed; a prediction that names no time is not listed.",
+        measured_in="ladder",
+    ),
+    TableSpec(
+        "counters",
+        "What bound each kernel",
+        "profile_kernels",
+        "variant",
+        (
+            Column("bound by", "bound_by", text),
+            Column("warps wait most for", "waits", text),
+            Column("instructions of warps, million", "instructions_m", short),
+            Column("issue slots used", "issue_slots", share),
+            Column("SM", "sm_throughput", share),
+            Column("memory beyond L2", "dram_throughput", share),
+            Column("L1 hits", "l1_hit", share),
+            Column("L2 hits", "l2_hit", share),
+            Column("occupancy", "occupancy", share),
+            Column("useful arithmetic", "useful_arithmetic", share),
+        ),
+        "Counters of Nsight Compute, as shares of what the device can do. A kernel is bound by the kind of wait that "
+        "takes the largest share of its warps' time; issue: ready but not chosen, or held up at fetch and dispatch; "
+        "compute: the arithmetic pipe is full or a result is not there yet. Useful arithmetic leaves out padding and "
+        "all that is not a product. Of a roofline, both axes are in units of the ridge, where the rates of memory and "
+        "of arithmetic meet.",
+        measured_in="profile_kernels",
+    ),
+    TableSpec(
+        "architectures",
+        "The same kernels on a T4 and on an H200",
+        "build_kernels",
+        "variant",
+        (
+            Column("registers, T4", "t4_registers", count),
+            Column("H200", "h200_registers", count),
+            Column("spilled bytes, T4", "t4_spill_bytes", count),
+            Column("H200", "h200_spill_bytes", count),
+            Column("shared bytes a block", "shared_bytes", count),
+            Column("warps an SM, T4", "t4_warps", count),
+            Column("H200", "h200_warps", count),
+        ),
+        "Registers and spills by the compiler for sm_75 and sm_90a, and the warps that an SM then holds.",
+        measured_in="build_kernels",
     ),
     TableSpec(
         "attention",
@@ -237,12 +397,15 @@ TABLES = (
             Column("best peer, µs", "best_peer_us", short),
             Column("against it", "speedup_vs_best_peer", ratio),
             Column("against SDPA, masked", "speedup_vs_sdpa_masked", ratio),
+            Column("at its worst input scale", "speedup_at_worst_scale", ratio),
             Column("largest error", "max_abs_error", error),
             Column("SDPA's", "sdpa_max_abs_error", error),
             Column("floor, µs", "floor_us", short),
             Column("share of the floor", "share_of_floor", share),
         ),
-        "The floor is the largest of bytes, exponentials and products over the rates measured on this machine.",
+        "The floor is the largest of bytes, exponentials and products over the rates measured on this machine. SDPA, "
+        "masked, takes padded input and is compared with the padded time. At its worst input scale: the least speed-up "
+        "over torch's packed kernel (FlashAttention-2 at 16 bit), of the scales of the inputs that were tried.",
     ),
     TableSpec(
         "drop_in",
@@ -295,7 +458,8 @@ TABLES = (
         QUALITY_COLUMNS,
         "The difference is the 95 % bootstrap interval of nDCG@10 against the unmodified fp32 model, paired over "
         "queries. Top ten equal: the share of queries with the unmodified model's ordered top ten, neighbours that "
-        "numerical noise can exchange counted as ties.",
+        "numerical noise can exchange counted as ties. Scorers called stub rank the stub's candidates, the relevant "
+        "documents among random others, and are compared with the unmodified model on these.",
         facts=(
             Column("Queries with candidates", "queries_with_results", count),
             Column("judged documents missing from the corpus", "missing_documents", count),
@@ -314,6 +478,16 @@ TABLES = (
             Column("held by the allocator, MB", "reserved_mb", short),
             Column("unmodified, MB", "baseline_reserved_mb", short),
         ),
+    ),
+    TableSpec(
+        "checks",
+        "Checked on the GPU",
+        "check_kernels",
+        "variant",
+        CHECK_COLUMNS,
+        "Every case is compared with the reference, from the GPU's own code and from PTX for older GPUs, and a sample "
+        "under each tool of compute-sanitizer; a number counts what was found or wrong.",
+        entries=check_entries,
     ),
     TableSpec(
         "block",
@@ -346,11 +520,17 @@ TABLES = (
         "bench_micro",
         "case",
         (
+            Column("variant", "variant", text),
             Column("µs", "us", short),
             Column("best peer", "best_peer", text),
             Column("best peer, µs", "best_peer_us", short),
+            Column("against it", "speedup_vs_best_peer", ratio),
             Column("eager, µs", "eager_us", short),
+            Column("largest error", "max_abs_error", error),
+            Column("SDPA's", "sdpa_max_abs_error", error),
         ),
+        "Queries x head dim, batch 4, 16 heads, no mask unless the case says causal. kv: heads of keys and values; "
+        "keys: their number where it is not the queries'. Eager is attention in plain operators.",
         entries=keyed_twice,
     ),
 )
@@ -375,7 +555,8 @@ def build_table(spec: TableSpec, summary: Summary, order: Sequence[str] = ()) ->
     reasons = [f"FAIL, {label}: {reason}" for label, values in entries for reason in _failures(values)]
     told = ["; ".join(lines) + "." for lines in (facts, reasons) if lines]
     note = " ".join(filter(None, [spec.note, *told]))
-    return Table(spec.name, spec.title, (spec.row_heading, *(column.heading for column in columns)), rows, note)
+    headings = (spec.row_heading, *(column.heading for column in columns))
+    return Table(spec.name, spec.title, headings, rows, note, spec.section)
 
 
 def _cell(column: Column, values: Mapping[str, Any]) -> str:
@@ -444,7 +625,16 @@ def origins(records: Sequence[Record]) -> tuple[tuple[str, str], ...]:
         parts += [f"{name} {values[name]}" for name in ("driver", "torch") if name in values]
         parts += [commit_text(values), str(values.get("time", ""))[:10]]
         together.setdefault(", ".join(filter(None, parts)), []).append(record.name)
-    return tuple((", ".join(names), line) for line, names in together.items())
+    return tuple((", ".join(_few_names(names)), line) for line, names in together.items())
+
+
+def _few_names(names: Sequence[str]) -> list[str]:
+    """``names`` with a stage's records of several variants as one."""
+    shown = []
+    for stage, group in itertools.groupby(names, key=lambda name: next(filter(name.startswith, PER_VARIANT), name)):
+        members = list(group)
+        shown += members if len(members) == 1 else [f"{stage.removesuffix('_')} of {len(members)} variants"]
+    return shown
 
 
 def markdown(table: Table, records: Sequence[Record]) -> str:
@@ -483,22 +673,33 @@ def plain(table: Table, across: int = 3) -> str:
     return "\n".join(lines)
 
 
-def readme_tables(records: Sequence[Record], order: Sequence[str] = ()) -> dict[str, str]:
+def readme_tables(records: Sequence[Record], predictions: Mapping[str, str] | None = None) -> dict[str, str]:
     """Marker name -> Markdown for every table, and ``headline``; a table without figures says so.
 
-    order: the ladder's variants from the first rung on.
+    predictions: variant -> what was expected of it, in ladder order.
     """
-    summary = merge(records)
+    summary, order = analyse(records, predictions or {}), tuple(predictions or ())
     tables = {spec.name: f"*Not recorded on this machine (stage `{spec.stage}`).*" for spec in TABLES}
     for table in build_tables(summary, order):
-        tables[table.name] = markdown(table, sources(records, table.name))
+        tables[table.name] = markdown(table, sources(records, table.section))
     rows = headline(summary)
     first = Table("headline", "Headline", ("figure", "measured"), rows)
     tables["headline"] = markdown(first, ()) if rows else "*Nothing is recorded on this machine yet.*"
     return tables
 
 
+def ladder_csv(records: Sequence[Record], predictions: Mapping[str, str]) -> str:
+    """The timed rungs in ladder order, for plots: variant, microseconds, predicted microseconds where there are any."""
+    summary = analyse(records, predictions)
+    lines = ["variant,us,predicted_us"]
+    for name, values in ladder_entries(summary.get("ladder", {}), tuple(predictions)):
+        if "us" in values:
+            predicted = lookup(summary, f"predicted.{name}.predicted_us")
+            lines.append(f"{name},{values['us']:.1f},{'' if predicted is None else f'{predicted:g}'}")
+    return "\n".join(lines) + "\n"
+
+
 def print_table(records: Sequence[Record]) -> None:
     """Print every table that the records have figures for."""
-    tables = build_tables(merge(records))
+    tables = build_tables(analyse(records, {}))
     print("\n\n".join(plain(table) for table in tables) if tables else "No figures are recorded here yet.")

@@ -1,4 +1,5 @@
-"""The tables of ``docs/`` that say what the registry says: what each variant serves, and what was predicted of it.
+"""The tables of ``docs/`` that no record changes: what each variant serves, what was predicted of it, and how two
+devices differ.
 
 ``python -m tilerank.report.variants``, in a checkout, writes them between their markers.
 """
@@ -10,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tilerank.kernels.registry import MAX_HEAD_DIM, Row, attention_rows
+from tilerank.report.analysis import devices_table
 from tilerank.report.markers import update_markers
 
-PAGES = ("docs/kernels.md", "docs/ladder.md")
+PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md")
 """Where the tables stand."""
 
 
@@ -34,7 +36,7 @@ def predictions_table(rows: Sequence[Row]) -> str:
 
 def doc_tables(rows: Sequence[Row]) -> dict[str, str]:
     """Marker name -> table, for `update_markers`."""
-    return {"variants": variants_table(rows), "predictions": predictions_table(rows)}
+    return {"variants": variants_table(rows), "predictions": predictions_table(rows), "devices": devices_table()}
 
 
 def _serves(row: Row) -> tuple[str, ...]:
@@ -46,9 +48,17 @@ def _serves(row: Row) -> tuple[str, ...]:
         ", ".join(row.layouts),
         ", ".join(row.masks) or "none",
         "any" if row.max_k_len is None else f"up to {_size(row.max_k_len)}",
-        "CPU" if row.device == "cpu" else f"sm_{row.min_sm}",
+        "CPU" if row.device == "cpu" else _architectures(row),
         "by name" if not row.auto else str(row.rung if row.preference is None else row.preference),
     )
+
+
+def _architectures(row: Row) -> str:
+    """``sm_75``, ``sm_75 (bf16 from sm_80)``, ``sm_90 only``."""
+    if row.max_sm is not None:
+        return f"sm_{row.min_sm} only" if row.max_sm == row.min_sm else f"sm_{row.min_sm} to sm_{row.max_sm}"
+    later = ", ".join(f"{dtype} from sm_{sm}" for dtype, sm in row.dtype_min_sm.items())
+    return f"sm_{row.min_sm}" + (f" ({later})" if later else "")
 
 
 def _predicts(row: Row) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 //     check_variants [--variant NAME] [--schedule forward|reverse|last_in|random] [--seed N] [--lengths 0,1,31,...]
 //                    [--head-dims N]   only the first N of those to try
 // One JSON line a failed case and one a variant on stdout:
-//     {"variant": "naive", "cases": 120, "refused": 0, "failed": 0, "worst": 0.31}
-// (refused: unaligned or odd-strided calls that the variant declines by name; worst: largest error over its limit.) The
-// case under way goes to stderr first, so that a sanitizer's report has a name. Exit status: 0, or 1 if a case failed.
+//     {"variant": "naive", "cases": 120, "refused": 0, "failed": 0, "worst": 0.31, "digest": "0123456789abcdef"}
+// (refused: unaligned or odd-strided calls that the variant declines by name; worst: largest error over its limit;
+// digest: of the bits of all results.) The case under way goes to stderr first, so that a sanitizer's report has a
+// name. Exit status: 0, or 1 if a case failed.
+//
+// A packed case also runs each of its sequences alone, which must give the same bits.
 //
 // Every buffer stands between wide gaps, since AddressSanitizer does not see a far read that lands in another buffer.
 // Whatever is not a row of the tensor (gaps, space between rows, padding beyond a key length) is NaN or infinity, and
@@ -457,8 +460,10 @@ void copy_strides(const Tensor& tensor, int64_t* strides, int count) {
     for (int at = 0; at < count; ++at) strides[at] = tensor.strides[3 - count + at];
 }
 
-// Calls the variant through the entry point that the case needs.
-tilerank_status call(const char* variant, const Case& c, Inputs& inputs, Tensor& out, double scale) {
+// Calls the variant through the entry point that the case needs; packed, with all sequences or with one of them alone.
+constexpr int64_t kAll = -1;
+tilerank_status call(const char* variant, const Case& c, Inputs& inputs, Tensor& out, double scale,
+                     int64_t sequence = kAll) {
     const auto address = [](const std::unique_ptr<Buffer>& buffer) -> void* {
         return buffer == nullptr ? nullptr : buffer->data();
     };
@@ -510,10 +515,51 @@ tilerank_status call(const char* variant, const Case& c, Inputs& inputs, Tensor&
     params.max_seqlen_k = *std::max_element(c.packed_k.begin(), c.packed_k.end());
     params.cu_seqlens_q = static_cast<const int32_t*>(address(inputs.cu_seqlens_q));
     params.cu_seqlens_k = static_cast<const int32_t*>(address(inputs.cu_seqlens_k));
+    if (sequence != kAll) {
+        params.batch = 1;
+        params.max_seqlen_q = c.packed_q[static_cast<size_t>(sequence)];
+        params.max_seqlen_k = c.packed_k[static_cast<size_t>(sequence)];
+        params.cu_seqlens_q += sequence;
+        params.cu_seqlens_k += sequence;
+    }
     return with_workspace(params, tilerank_attention_varlen_workspace_size, tilerank_attention_varlen);
 }
 
-Outcome run_case(const tilerank_variant& variant, const Case& c, int64_t head_dim, int32_t dtype) {
+// Why some row of `out` has other bits when its sequence is computed alone, or nothing.
+std::string differs_alone(const tilerank_variant& variant, const Case& c, Inputs& inputs, const Tensor& out,
+                          double scale) {
+    int64_t first = 0;
+    for (size_t sequence = 0; sequence < c.packed_q.size(); ++sequence) {
+        Tensor alone(1, c.heads, inputs.q.tokens, out.head_dim, out.dtype, c.layout);
+        if (call(variant.name, c, inputs, alone, scale, static_cast<int64_t>(sequence)) != TILERANK_OK) {
+            return std::string("refuses a sequence alone: ") + tilerank_last_error();
+        }
+        for (int64_t t = first; t < first + c.packed_q[sequence]; ++t) {
+            for (int64_t h = 0; h < c.heads; ++h) {
+                const unsigned char* together = out.buffer->data(out.row(0, h, t));
+                if (std::memcmp(together, alone.buffer->data(alone.row(0, h, t)),
+                                static_cast<size_t>(out.head_dim * element_bytes(out.dtype))) != 0) {
+                    return "out[" + std::to_string(h) + "," + std::to_string(t) + "] has other bits when sequence " +
+                           std::to_string(sequence) + " is alone";
+                }
+            }
+        }
+        first += c.packed_q[sequence];
+    }
+    return "";
+}
+
+// FNV-1a.
+void digest_rows(const Tensor& tensor, uint64_t* digest) {
+    tensor.for_each_row([&](int64_t b, int64_t h, int64_t t) {
+        const unsigned char* row = tensor.buffer->data(tensor.row(b, h, t));
+        for (int64_t at = 0; at < tensor.head_dim * element_bytes(tensor.dtype); ++at) {
+            *digest = (*digest ^ row[at]) * 0x100000001b3u;
+        }
+    });
+}
+
+Outcome run_case(const tilerank_variant& variant, const Case& c, int64_t head_dim, int32_t dtype, uint64_t* digest) {
     Inputs inputs(c, head_dim, dtype);
     const double scale = c.score_scale != 0.0 ? c.score_scale : 1.0 / std::sqrt(static_cast<double>(head_dim));
     Tensor expected(inputs.q.batch, c.heads, inputs.q.tokens, head_dim, dtype, Layout::kHeadsFirst);
@@ -545,8 +591,13 @@ Outcome run_case(const tilerank_variant& variant, const Case& c, int64_t head_di
             outcome.worst = std::max(outcome.worst, error / limit);
         }
     });
-    if (!outcome.failed && !out.untouched_between_rows())
-        return failure("memory outside of the rows of out was written");
+    if (outcome.failed) return outcome;
+    if (!c.packed_q.empty()) {
+        const std::string reason = differs_alone(variant, c, inputs, out, scale);
+        if (!reason.empty()) return failure(reason);
+    }
+    digest_rows(out, digest);
+    if (!out.untouched_between_rows()) return failure("memory outside of the rows of out was written");
     return outcome;
 }
 
@@ -567,12 +618,13 @@ int check(const tilerank_variant& variant, const std::vector<Case>& cases, size_
     int refused = 0;
     int failed = 0;
     double worst = 0.0;
+    uint64_t digest = 0xcbf29ce484222325u;
     const auto one = [&](const Case& c, int64_t head_dim, int32_t dtype) {
         char name[256];
         std::snprintf(name, sizeof name, "%s %s head_dim %d: %s", variant.name, dtype_name(dtype),
                       static_cast<int>(head_dim), c.name.c_str());
         std::fprintf(stderr, "case %s\n", name);
-        const Outcome outcome = run_case(variant, c, head_dim, dtype);
+        const Outcome outcome = run_case(variant, c, head_dim, dtype, &digest);
         ++done;
         refused += outcome.refused ? 1 : 0;
         worst = std::max(worst, outcome.worst);
@@ -597,8 +649,9 @@ int check(const tilerank_variant& variant, const std::vector<Case>& cases, size_
         }
         is_first_dtype = false;
     }
-    std::printf("{\"variant\": \"%s\", \"cases\": %d, \"refused\": %d, \"failed\": %d, \"worst\": %.3g}\n",
+    std::printf("{\"variant\": \"%s\", \"cases\": %d, \"refused\": %d, \"failed\": %d, \"worst\": %.3g, ",
                 variant.name, done, refused, failed, worst);
+    std::printf("\"digest\": \"%016llx\"}\n", static_cast<unsigned long long>(digest));
     return failed;
 }
 

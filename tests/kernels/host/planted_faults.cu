@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/barriers.cuh"
 #include "common/device.h"
 
 namespace {
@@ -311,6 +312,59 @@ __global__ void copy_from_beyond_the_end(FAULT_ARGUMENTS) {
     out[threadIdx.x] = in_range ? tile[threadIdx.x] : 0.0f;
 }
 
+// ---- Barriers in shared memory --------------------------------------------------------------------------------------
+
+// What is left out of a ring of two slots that one warp fills and another empties, n times.
+enum class Ring { kWhole, kNoInit, kNoWaitForSpace, kNoWaitForData, kNoArrival };
+
+template <Ring kRing>
+__device__ void fill_and_empty(const float* in, float* out, int n) {
+    SHARED(float, slots, [2][kWarpSize]);
+    SHARED(uint64_t, full, [2]);
+    SHARED(uint64_t, empty, [2]);
+    if (threadIdx.x < 2) {
+        barrier_init(&full[threadIdx.x], kWarpSize);
+        if (kRing != Ring::kNoInit) barrier_init(&empty[threadIdx.x], kWarpSize);
+    }
+    __syncthreads();
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    float sum = 0.0f;
+    for (int step = 0; step < n; ++step) {
+        const int slot = step % 2;
+        const uint32_t parity = static_cast<uint32_t>(step / 2 % 2);
+        if (threadIdx.x < kWarpSize) {
+            if (kRing != Ring::kNoWaitForSpace) barrier_wait(&empty[slot], parity ^ 1);
+            slots[slot][lane] = in[step * kWarpSize + lane];
+            if (kRing != Ring::kNoArrival) barrier_arrive(&full[slot]);
+        } else {
+            if (kRing != Ring::kNoWaitForData) barrier_wait(&full[slot], parity);
+            sum += slots[slot][kWarpSize - 1 - lane];
+            barrier_arrive(&empty[slot]);
+        }
+    }
+    if (threadIdx.x >= kWarpSize) out[lane] = sum;
+}
+
+template <bool kPlanted>
+__global__ void barrier_without_init(FAULT_ARGUMENTS) {
+    fill_and_empty<kPlanted ? Ring::kNoInit : Ring::kWhole>(in, out, n);
+}
+
+template <bool kPlanted>
+__global__ void ring_filled_without_waiting(FAULT_ARGUMENTS) {
+    fill_and_empty<kPlanted ? Ring::kNoWaitForSpace : Ring::kWhole>(in, out, n);
+}
+
+template <bool kPlanted>
+__global__ void ring_emptied_without_waiting(FAULT_ARGUMENTS) {
+    fill_and_empty<kPlanted ? Ring::kNoWaitForData : Ring::kWhole>(in, out, n);
+}
+
+template <bool kPlanted>
+__global__ void ring_without_arrival(FAULT_ARGUMENTS) {
+    fill_and_empty<kPlanted ? Ring::kNoArrival : Ring::kWhole>(in, out, n);
+}
+
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
 template <bool kPlanted>
@@ -360,6 +414,7 @@ struct Fault {
 float next_of(int at) { return static_cast<float>(at + 1 == kThreads ? 1 : at + 2); }
 float reversed(int at) { return static_cast<float>(kThreads - at); }
 float neighbour(int at) { return static_cast<float>((at ^ 1) + 1); }
+float ring_sum(int at) { return static_cast<float>(10 * kWarpSize - 4 * at); }
 float same(int at) { return static_cast<float>(at + 1); }
 
 // A partial tile: 40 elements beyond a whole one.
@@ -410,6 +465,10 @@ constexpr Fault kFaults[] = {
                 [](int at) { return static_cast<float>(4 * at + 1); }),
     FAULT_ENTRY(copy_to_global_memory, kThreads, kThreads, 0, 0, same),
     FAULT_ENTRY(copy_from_beyond_the_end, 40, kThreads, 40, 0, [](int at) { return at < 40 ? same(at) : 0.0f; }),
+    FAULT_ENTRY(barrier_without_init, 4 * kWarpSize, kWarpSize, 4, 0, ring_sum),
+    FAULT_ENTRY(ring_filled_without_waiting, 4 * kWarpSize, kWarpSize, 4, 0, ring_sum),
+    FAULT_ENTRY(ring_emptied_without_waiting, 4 * kWarpSize, kWarpSize, 4, 0, ring_sum),
+    FAULT_ENTRY(ring_without_arrival, 4 * kWarpSize, kWarpSize, 4, 0, ring_sum),
     FAULT_ENTRY(read_before_any_write, kThreads, kThreads, 0, 0, same),
     FAULT_ENTRY(rows_left_from_the_last_tile, kPartial, kThreads, kPartial, 0,
                 [](int) { return kPartial * (kPartial + 1) / 2.0f; }),

@@ -1,0 +1,35 @@
+"""Random calls of every CUDA row on a device against float64 (see `tests/kernels/fuzz.py`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import fuzz
+from tilerank.kernels import registry
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [row for row in registry.attention_rows() if row.device == "cuda"]
+
+
+@pytest.fixture(autouse=True)
+def true_fp32():
+    """SDPA in true fp32, and NaN in what torch.empty returns."""
+    matmul = torch.backends.cuda.matmul
+    before, deterministic = matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()
+    matmul.fp32_precision = "ieee"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    matmul.fp32_precision = before
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_random_calls(row):
+    major, minor = torch.cuda.get_device_capability()
+    sm = 10 * major + minor
+    cases = [case for case in fuzz.cases_of(row) if row.lowest_sm(case.dtype) <= sm <= (row.max_sm or sm)]
+    if not cases:
+        pytest.skip(f"{row.name} does not run on compute capability {major}.{minor}")
+    fuzz.check(cases)
