@@ -46,6 +46,8 @@ def plan(lengths: np.ndarray, budget: int, most_sequences: int | None = None) ->
     if not len(lengths):
         return []
     count = max(-(-int(lengths.sum()) // budget), -(-len(lengths) // (most_sequences or len(lengths))))
+    if count == 1:
+        return [np.arange(len(lengths))]
     batches: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]
     for index in np.argsort(-lengths, kind="stable"):

@@ -444,6 +444,8 @@ def _items(values: Any, name: str) -> list[Any]:
 
 
 def _pair(pair: Any, index: int) -> tuple[str, str]:
+    if type(pair) is tuple and len(pair) == 2 and type(pair[0]) is type(pair[1]) is str:
+        return pair  # nearly always; the checks below take ten times as long
     if isinstance(pair, (str, bytes)) or not isinstance(pair, (Sequence, np.ndarray)) or len(pair) != 2:
         raise TypeError(f"pairs[{index}] must be a (query, passage) pair of strings, got {pair!r:.80}")
     query, passage = pair

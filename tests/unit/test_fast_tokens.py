@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,30 @@ def test_a_hundred_thousand_random_strings(encoder: FastEncoder, backend: Any) -
     assert differing(encoder, backend, asked + anything) == []
 
 
+@pytest.mark.parametrize("way", ["_one_by_one", "_at_once", "_through_memory"])
+def test_every_way_gives_the_same_ids(encoder: FastEncoder, backend: Any, way: str) -> None:
+    if way == "_through_memory" and not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no files in memory")
+    texts = [text for text in ["", *random_strings(5000, agreed_only=True, seed=3), "the cell", " ", "\n", ""]]
+    assert sum(text == "" for text in texts) > 2
+    for batch in (texts, [""], ["the"], ["", "the", ""], []):
+        found = getattr(encoder, way)(batch)
+        assert len(found) == len(batch)
+        for ours, theirs in zip(found, encode_with_tokenizers(backend, batch), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            assert ours.dtype == np.int32
+
+
+def test_threads_may_encode_at_once(encoder: FastEncoder, backend: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    batches = [list(random_strings(300, agreed_only=True, seed=seed)) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for batch, found in zip(batches, pool.map(encoder.encode, batches), strict=True):
+            for ours, theirs in zip(found, encode_with_tokenizers(backend, batch), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
 def test_words_special_tokens_and_blanks(encoder: FastEncoder, backend: Any) -> None:
     draw = random.Random(2)
     words = [*WORDS, *("x" * count for count in (99, 100, 101)), "é" * 100, "e\u0301" * 51]
@@ -105,7 +130,7 @@ def test_every_passage_of_a_data_set(
 def test_characters_that_the_two_treat_otherwise_are_left_to_tokenizers(encoder: FastEncoder) -> None:
     """If this fails `tokie` and `tokenizers` agree on more than they did: the ranges may be widened."""
     assert not any(is_agreed(text) for text in ("a\x7fb", "a\u0378b", "\ue000", "cell \ud83d", "\U0010ffff"))
-    raw = [encoding.ids for encoding in encoder._fast.encode_batch(["a\x7fb", "a\u0378b"], False)]
+    raw = [ids.tolist() for ids in encoder._at_once(["a\x7fb", "a\u0378b"])]
     exact = encode_with_tokenizers(encoder._backend, ["a\x7fb", "a\u0378b"])
     assert any(ours != theirs.tolist() for ours, theirs in zip(raw, exact, strict=True))
 
