@@ -46,7 +46,7 @@ def _serves(row: Row) -> tuple[str, ...]:
         ", ".join(row.layouts),
         ", ".join(row.masks) or "none",
         "any" if row.max_k_len is None else f"up to {_size(row.max_k_len)}",
-        "CPU" if row.device == "cpu" else f"sm_{row.min_sm}",
+        "CPU" if row.device == "cpu" else f"sm_{row.min_sm}" + ("" if row.max_sm is None else f" to sm_{row.max_sm}"),
         "by name" if not row.auto else str(row.rung if row.preference is None else row.preference),
     )
 
