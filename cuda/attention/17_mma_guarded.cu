@@ -1,8 +1,8 @@
 // MMA guarded: mma_ring whose weights are relative to a reference that stays: each row's largest score among its first
-// 16 keys. Once a weight passes 2^14 (fp16 ends at 2^16), those 16 keys are done again relative to a raised reference, and
-// from then on scores are looked at first: exact on any input.
-// Prediction: 58 us packed, from 66: the maximum of 32 scores took 32 FMNMX of 2 cycles and 32 FMUL; a packed maximum of
-//   weights takes 16 of 1.2. Inputs x 8: 85 us, as most steps then raise a reference.
+// 16 keys. Once a weight passes 2^14 (fp16 ends at 2^16), those 16 keys are done again relative to a raised reference,
+// and from then on scores are looked at first: exact on any input.
+// Prediction: 58 us packed, from 66: the maximum of 32 scores took 32 FMNMX of 2 cycles and 32 FMUL; a packed maximum
+//   of weights takes 16 of 1.2. Inputs x 8: 85 us, as most steps then raise a reference.
 // Answer: metrics/<machine>/bench_attention_mma_guarded.json and docs/ladder.md.
 #include "common/mma16.cuh"
 #include "common/softmax.cuh"
@@ -43,7 +43,9 @@ __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, k
     constexpr int kTiles = kRowTiles<D>;
     Fragment scores[kSteps][kTiles][2] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    for (int step = 0; step < kSteps; ++step) {
+        score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    }
 
     if (!kWhole) {
 #pragma unroll

@@ -54,7 +54,8 @@ struct State {
 // Weighs and adds 16 keys whose scores are known.
 template <typename Element, int D>
 __device__ __forceinline__ void add_keys(State<D>& state, const Fragment (&scores)[Shape<D>::kRowTiles][2],
-                                         const Tile<Element, D>& v_tile, int key, bool is_first, int lane, float factor) {
+                                         const Tile<Element, D>& v_tile, int key, bool is_first, int lane,
+                                         float factor) {
     uint32_t weights[Shape<D>::kRowTiles][4];
     if (is_first) state.references.begin(scores, factor);
     guarded_weights<Element, D>(weights, scores, state.references, state.row_sums, state.sums, factor);
@@ -64,8 +65,8 @@ __device__ __forceinline__ void add_keys(State<D>& state, const Fragment (&score
 
 template <typename Element, int D>
 __device__ __forceinline__ void compute(const AttentionArgs& args, const Ring<Element, D>& ring,
-                                        const TaskQueues<Shape<D>::kWorkers>& queues, int worker, int lane, float factor,
-                                        bool aligned) {
+                                        const TaskQueues<Shape<D>::kWorkers>& queues, int worker, int lane,
+                                        float factor, bool aligned) {
     constexpr int kRowTiles = Shape<D>::kRowTiles;
     constexpr int kChunks = Shape<D>::kChunks;
     const float size = fabsf(factor);
@@ -178,8 +179,8 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
             constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;
             constexpr int kRowBytes = 2 * kPitch16<D>;
             copy_chunk_tile<Element, D, kColumns, 2 * kColumns>(
-                reinterpret_cast<unsigned char*>((values == 0 ? ring.k_tiles : ring.v_tiles)[slot]), source, stride, count,
-                lane, aligned, [](int row, int column) { return row * kRowBytes + 2 * column; });
+                reinterpret_cast<unsigned char*>((values == 0 ? ring.k_tiles : ring.v_tiles)[slot]), source, stride,
+                count, lane, aligned, [](int row, int column) { return row * kRowBytes + 2 * column; });
         };
         fill_ring<Element, S::kChunks, 1>(passes, ring.full, ring.empty, 0, copy_tile, [] {});
     } else {

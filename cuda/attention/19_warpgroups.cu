@@ -1,8 +1,8 @@
-// Warpgroups: persistent on Hopper's warpgroup products. Units of 64 rows; the next tile's scores, also those of the next
-// unit, are computed behind this tile's sums; three warps copy and one deals out the units.
+// Warpgroups: persistent on Hopper's warpgroup products. Units of 64 rows; the next tile's scores, also those of the
+// next unit, are computed behind this tile's sums; three warps copy and one deals out the units.
 // Prediction: 36 us packed, 2.3 x FA2. exp on the MUFU pipe is 8.3 cycles for 32 scores, 21 us, a twentieth more for
-//   rows and keys that pad units; products overlap with it. 3 us launch, 4 us cold start, 1 us until the last unit ends;
-//   4 us for the ends of units.
+//   rows and keys that pad units; products overlap with it. 3 us launch, 4 us cold start, 1 us until the last unit
+//   ends; 4 us for the ends of units.
 // Answer: metrics/<machine>/bench_attention_warpgroups.json and docs/ladder.md.
 #include "common/balanced.cuh"
 #include "common/softmax.cuh"
@@ -53,9 +53,9 @@ struct Shared {
 
 // ---- The groups that compute ----
 
-// The weights of a tile, relative to each row's reference; is one of them, on any lane, too large? kWhole: every row of the
-// warp sees all keys; else none sees those from any_sees on. kFused: by one multiply-add a score; else (then the answer
-// means nothing) as rounded as references are, so that a weight never exceeds 1 by a large score's last place.
+// The weights of a tile, relative to each row's reference; is one of them, on any lane, too large? kWhole: every row of
+// the warp sees all keys; else none sees those from any_sees on. kFused: by one multiply-add a score; else (then the
+// answer means nothing) as rounded as references are, so that a weight never exceeds 1 by a large score's last place.
 // kSum: their sums over the lane's keys go to row_sum.
 template <typename Element, bool kWhole, bool kFused, bool kSum>
 __device__ __forceinline__ bool weigh(const Fragment (&scores)[kSteps * 2], uint32_t (&weights)[kSteps][4],
@@ -117,8 +117,8 @@ __device__ __forceinline__ void find_largest(float (&largest)[2], const Fragment
 
 template <typename Element, int D>
 __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared,
-                                        const TaskQueues<Shape<D>::kGroups>& queues, int group, int group_warp, int lane,
-                                        float factor, bool aligned) {
+                                        const TaskQueues<Shape<D>::kGroups>& queues, int group, int group_warp,
+                                        int lane, float factor, bool aligned) {
     using S = Shape<D>;
     constexpr bool kSum = !S::kSumsByProduct;
     constexpr float kMostAbove = 10.0f;  // powers of two that a weight may reach without a new reference
@@ -382,7 +382,8 @@ template <typename Element, int D>
 tilerank_status launch_for(const AttentionArgs& args, void* stream) {
     using S = Shape<D>;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024) + 2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
+        DynamicShared::bytes<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024) +
+        2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
         TaskQueues<S::kGroups>::bytes();
     return launch_balanced("warpgroups", kernel<Element, D>, kUnitRows, S::kThreads, kSharedBytes, args, stream);
 }

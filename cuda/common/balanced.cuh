@@ -56,8 +56,8 @@ __device__ __forceinline__ SequencePlace sequence_place(const AttentionArgs& arg
 
 // ---- Cutting the line ----
 
-// What a unit costs, in chunks: those of its keys, and kUnitCost for beginning and ending it. A partial chunk takes as long
-// as a whole one, and so does a unit of fewer rows, whose warps without any wait.
+// What a unit costs, in chunks: those of its keys, and kUnitCost for beginning and ending it, as a fit to the times of
+// blocks on an H200 has it. A partial chunk takes as long as a whole one, and so does a unit of fewer rows.
 constexpr int kUnitCost = 3;
 
 // Whole numbers, which double holds exactly where integers of 32 bits would not do.
@@ -116,7 +116,8 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
                 const SequenceCost cost = sequence_cost<kUnitRows>(args, there);
                 const int head = static_cast<int>(__fdividef(static_cast<float>(rest), static_cast<float>(cost.pair)));
                 const float in_pair = static_cast<float>(rest - head * cost.pair);
-                UnitPlace place = {first + source, head, static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))))};
+                const int unit = static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))));
+                UnitPlace place = {first + source, head, unit};
                 if (place.unit * kUnitRows >= there.q_len) place = {place.sequence, head + 1, 0};
                 if (place.head >= args.heads) place = {place.sequence + 1, 0, 0};
                 if (side == 0) places[0] = place;
@@ -216,9 +217,9 @@ __device__ __forceinline__ int64_t row_offset(int sequence, int head, int token,
 
 // ---- Copying chunks ----
 
-// Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp, 16 bytes a lane. Parts of kColumns columns
-// lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. Rolled loops: the first chunk
-// waits for this code to be fetched.
+// Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp, 16 bytes a lane. Parts of kColumns
+// columns lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. Rolled loops: the
+// first chunk waits for this code to be fetched.
 template <typename Element, int D, int kColumns, int kPartBytes, typename Target>
 __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Element* source, int64_t token_stride,
                                                 int count, int lane, bool aligned, const Target& target) {
@@ -243,10 +244,9 @@ __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Eleme
     }
 }
 
-// Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of the
-// kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts the
-// copy of keys or values.
-// fence: what else must come between the data's arrival and the barrier.
+// Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of
+// the kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts
+// the copy of keys or values. fence: what else must come between the data's arrival and the barrier.
 template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence>
 __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* empty, int copy_warp,
                                           const CopyTile& copy_tile, const Fence& fence) {
@@ -365,7 +365,8 @@ struct TaskQueues {
     }
 };
 
-// Deals all of a block's units, whose keys go through a ring of kChunks; by one warp. Each lane deals one unit of a pass.
+// Deals all of a block's units, whose keys go through a ring of kChunks; by one warp. Each lane deals one unit of a
+// pass.
 template <typename Element, int kChunks, int kUnitRows, int kWorkers, int kResident>
 __device__ __forceinline__ void deal(Passes<kUnitRows, kWorkers, kResident> passes, const TaskQueues<kWorkers>& queues,
                                      int lane) {
@@ -437,8 +438,9 @@ inline tilerank_status launch_balanced(const char* name, void (*kernel)(Attentio
                                        int threads, size_t shared_bytes, const AttentionArgs& args, void* stream) {
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: batch, heads and queries are %lld, %lld, %lld; at most %lld each",
-                      name, static_cast<long long>(args.batch), static_cast<long long>(args.heads),
+        return refuse(TILERANK_UNSUPPORTED,
+                      "variant %s: batch, heads and queries are %lld, %lld, %lld; at most %lld each", name,
+                      static_cast<long long>(args.batch), static_cast<long long>(args.heads),
                       static_cast<long long>(args.q_len), static_cast<long long>(kMost));
     }
     const int64_t units = args.batch * args.heads * ((args.q_len + unit_rows - 1) / unit_rows);

@@ -1,5 +1,5 @@
-// Shared policy of the 16-bit kernels on tensor cores: which rows a block works on, how rows move between global memory,
-// matrix fragments and shared memory, and the two products of a warp. Positions of fragments: common/device.h.
+// Shared policy of the 16-bit kernels on tensor cores: which rows a block works on, how rows move between global
+// memory, matrix fragments and shared memory, and the two products of a warp. Positions of fragments: common/device.h.
 #pragma once
 
 #include "common/attention.cuh"
@@ -201,8 +201,8 @@ template <int D, int kRowTiles>
 using QueryFragments = uint32_t[kRowTiles][D / 16][4];
 
 template <int D, int kRowTiles, typename Element>
-__device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, const Element* first, int64_t token_stride,
-                                             int rows, int lane, bool aligned) {
+__device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, const Element* first,
+                                             int64_t token_stride, int rows, int lane, bool aligned) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -218,7 +218,8 @@ __device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, co
     }
 }
 
-// Scores or sums of 16 rows x 8 columns: row lane / 4 (first two numbers) and 8 further down, columns 2 (lane % 4) + 0, 1.
+// Scores or sums of 16 rows x 8 columns: row lane / 4 (first two numbers) and 8 further down, columns 2 (lane % 4) + 0,
+// 1.
 using Fragment = float[4];
 
 // scores += q k for the 16 keys that begin at tile row `key`.
@@ -342,8 +343,8 @@ __device__ __forceinline__ void make_factor_positive(QueryFragments<D, kRowTiles
     }
 }
 
-// The weights of 16 keys and the largest of them. kFused: by one multiply-add a score; else as rounded as references are,
-// so that a weight never exceeds 1 by a large score's last place.
+// The weights of 16 keys and the largest of them. kFused: by one multiply-add a score; else as rounded as references
+// are, so that a weight never exceeds 1 by a large score's last place.
 template <typename Element, bool kFused, int kRowTiles>
 __device__ __forceinline__ uint32_t weigh(uint32_t (&weights)[kRowTiles][4], const Fragment (&scores)[kRowTiles][2],
                                           const References<kRowTiles>& references, float factor) {

@@ -18,7 +18,8 @@ namespace tilerank {
 __device__ __forceinline__ void fence_async_proxy() { TILERANK_HOPPER("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Registers of a warpgroup ----
-// A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some back.
+// A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some
+// back.
 
 template <int Registers>
 __device__ __forceinline__ void give_registers_back() {
@@ -39,8 +40,8 @@ __host__ __device__ constexpr int swizzled_offset(int row, int byte) {
     return offset ^ ((offset >> 7 & (kRowBytes / 16 - 1)) << 4);
 }
 
-// What describes such rows to wgmma, in units of 16 bytes: where in shared memory they begin, and how far it is from one
-// part of columns to the next.
+// What describes such rows to wgmma, in units of 16 bytes: where in shared memory they begin, and how far it is from
+// one part of columns to the next.
 template <int kRowBytes>
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t begin, uint32_t stride) {
     constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
