@@ -228,7 +228,7 @@ __device__ __forceinline__ void split_chunks(const AttentionArgs& args, const Un
             uint4* spans = shared.spans + measured % 2 * (kSplitThreads / kWarpSize);
             ++measured;
             if (thread % kWarpSize == 0) spans[thread / kWarpSize] = uint4{k_largest, v_largest, 0, 0};
-            asm volatile("bar.sync 1, %0;" ::"n"(kSplitThreads) : "memory");
+            barrier_among<kSplitThreads>();
             unsigned largest[2] = {0, 0};
 #pragma unroll
             for (int warp = 0; warp < kSplitThreads / kWarpSize; ++warp) {
