@@ -1,7 +1,7 @@
 // Split fp16: fp32 in and out, products on the fp16 tensor cores (m16n8k16) from two terms a number, high high +
 // high low + low high, summed in fp32. A block splits each tile of k and v once for all its rows; a warp has 32 rows.
-// Prediction: 100 us packed, from 354. A tile of 16 rows x 64 keys takes a warp 96 products of 6.06 cycles and 410 other
-//   instructions at 0.65 beside them: 850 cycles, 78 us with a fifth of padding; ends and idle SMs add 20 us.
+// Prediction: 100 us packed, from 354. A tile of 16 rows x 64 keys takes a warp 96 products of 6.06 cycles and 410
+//   other instructions at 0.65 beside them: 850 cycles, 78 us with a fifth of padding; ends and idle SMs add 20 us.
 // Answer: metrics/<machine>/bench_attention_split_fp16.json and docs/ladder.md.
 #include "common/split_fp16.cuh"
 

@@ -1,8 +1,8 @@
-// Split wgmma: split_fp16 on Hopper's warpgroup products (wgmma), which read k and v from shared memory themselves and run
-// beside the block's other work: while the scores of a tile are computed, the next tile is split. Blocks stay and take
-// one part of a sequence after another, the longest first; the next part's first tile is there when one ends.
-// Powers of two and references come from a part's first tile. Later tiles are checked: numbers by the barrier that there
-// is anyway (a part they do not fit goes to attend_exactly), weights by their sum (then the scores are found again).
+// Split wgmma: split_fp16 on Hopper's warpgroup products (wgmma), which read k and v from shared memory themselves and
+// run beside the block's other work: while a tile's scores are computed, the next tile is split. Blocks stay and take
+// one part of a sequence after another, the longest first; the next part's first tile is there when one ends. Factors
+// and references come from a part's first tile. Later tiles are checked: numbers by the barrier that there is anyway
+// (a part they do not fit goes to attend_exactly), weights by their sum (then scores are found again).
 // Prediction: 52 us packed, from 100. A tile of 64 rows x 64 keys takes the tensor cores 384 cycles and each scheduler
 //   410 instructions, together about 480: 44 us with a fifth of padding; start, end and latency 8 us.
 // Answer: metrics/<machine>/bench_attention_split_wgmma.json and docs/ladder.md.
@@ -140,6 +140,8 @@ __device__ __forceinline__ void copy_queries(Queries& queries, const QueryBlock&
 // The scores of a warp's 16 rows with a tile's keys, as wgmma finds them, by the warp alone.
 __device__ __forceinline__ void find_scores(Fragment (&scores)[kTileKeys / 8], const SplitQueries<kD>& q,
                                             const __half* k_panel, int lane) {
+    // A number that is known only here: else the compiler prepares addresses where they are hardly ever needed.
+    lane = __shfl_sync(kFullMask, lane, lane);
 #pragma unroll
     for (int block = 0; block < kTileKeys / 8; ++block) {
         uint32_t high[4];
@@ -402,7 +404,8 @@ tilerank_status attention_split_wgmma(const AttentionArgs& args, void*, void* st
     constexpr size_t kSharedBytes = Splitter::shared_bytes() + DynamicShared::bytes<Queries>(1) +
                                     DynamicShared::bytes<QueryBlock>(kPartsAtOnce + 1) +
                                     DynamicShared::bytes<RunOfParts>(1);
-    const int64_t blocks = std::min(query_blocks(args, kRows), static_cast<int64_t>(std::max(multiprocessors(), 1)) * kBlocksPerSm);
+    const int64_t blocks =
+        std::min<int64_t>(query_blocks(args, kRows), std::max(multiprocessors(), 1) * kBlocksPerSm);
     return launch_blocks("split_wgmma", rows_aligned_16(args) ? kernel<true> : kernel<false>, blocks, kThreads,
                          kSharedBytes, stream, args, score_factor(args));
 }
