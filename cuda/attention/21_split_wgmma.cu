@@ -163,7 +163,7 @@ __device__ __forceinline__ void find_scores(Fragment (&scores)[kTileKeys / 8], c
 
 // What begins here as a factor of a product: rows of 128 bytes.
 __device__ __forceinline__ uint64_t panel_descriptor(const __half* begin, int offset_16 = 0) {
-    return tile_descriptor<128>(shared_address(begin) / 16 + offset_16, 16);
+    return tile_descriptor<128>(shared_address(begin) / 16 + offset_16, 1);
 }
 
 template <bool kAligned>

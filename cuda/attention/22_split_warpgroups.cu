@@ -92,7 +92,7 @@ __device__ __forceinline__ void deal(const AttentionArgs& args, const UnitPlace 
         const HeadView<float> view = head_view<float>(args, passes.sequence, passes.head);
         task.k = view.k;
         task.v = view.v;
-        task.k_len = passes.size.k_len;
+        task.k_len = passes.place.k_len;
         task.chunk = passes.chunk;
         task.slot = passes.chunk % kChunks;
         task.parity = passes.chunk / kChunks % 2;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void deal(const AttentionArgs& args, const UnitPlace 
                 const int row = passes.first_row(unit);
                 task.q = view.q + row * args.q_token_stride;
                 task.out = view.out + row * args.out_token_stride;
-                task.rows = min(passes.size.q_len - row, kUnitRows);
+                task.rows = min(passes.place.q_len - row, kUnitRows);
                 task.causal_keys = args.causal ? row + 1 : kMaxKeys;
                 task.tiles = max((passes.any_row_sees(unit) + kChunkKeys - 1) / kChunkKeys, 1);
                 task.whole_tiles = min(task.k_len, task.causal_keys) / kChunkKeys;
@@ -265,7 +265,7 @@ __device__ __forceinline__ void split_chunks(const AttentionArgs& args, const Un
                 __syncwarp();
             }
             const int first = chunk * kChunkKeys;
-            const int count = passes.size.k_len - first;
+            const int count = passes.place.k_len - first;
             unsigned char* panels = shared.ring + slot * 2 * kPanelBytes;
             copy_panel<kAligned>(panels, view.k + first * args.k_token_stride, args.k_token_stride, count, thread);
             copy_panel<kAligned>(panels + kPanelBytes, view.v + first * args.v_token_stride, args.v_token_stride, count,
@@ -302,7 +302,7 @@ __device__ __forceinline__ void place_block(const AttentionArgs& args, UnitPlace
     const auto cost_of = [&](int s) -> int64_t {
         units = 0;
         if (s >= batch) return 0;
-        const SequenceSize size = sequence_size(args, s);
+        const SequencePlace size = sequence_place(args, s);
         units = (size.q_len + kUnitRows - 1) / kUnitRows;
         const int tiles = (size.k_len + kChunkKeys - 1) / kChunkKeys;
         unit_cost = 2 + max(1, args.causal ? (min(size.q_len, size.k_len) / kChunkKeys + 2) / 2 : tiles);
@@ -341,9 +341,6 @@ __device__ __forceinline__ void place_block(const AttentionArgs& args, UnitPlace
         }
     }
 }
-
-// A value that all lanes have alike, known to be so to the compiler.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
 // Sets the reference of a row by the largest of its first kBlocks x 8 scores, if that is too far above it. Returns what
 // was summed so far must be multiplied by.
@@ -398,7 +395,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     const auto issue_scores = [&](int slot) {
         const uint32_t panel = uniform_value(ring + slot * (2 * kPanelSize));
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
-            wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 16), add);
+            wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
         // Small products first: the sum is rounded off in its last place only when the large ones join. 16 columns are
         // 2 x 16 bytes, the low terms begin after 4.
@@ -416,9 +413,9 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         for (int step = 0; step < kSteps; ++step) {
             const uint32_t rows = panel + step * 128;
             const int add = step > 0 || !is_first;
-            wgmma_k16<__half, kD, true>(sums_low, high[step], tile_descriptor<128>(rows + 4, 16), add);
-            wgmma_k16<__half, kD, true>(sums_low, low[step], tile_descriptor<128>(rows, 16), 1);
-            wgmma_k16<__half, kD, true>(sums_high, high[step], tile_descriptor<128>(rows, 16), add);
+            wgmma_k16<__half, kD, true>(sums_low, high[step], tile_descriptor<128>(rows + 4, 1), add);
+            wgmma_k16<__half, kD, true>(sums_low, low[step], tile_descriptor<128>(rows, 1), 1);
+            wgmma_k16<__half, kD, true>(sums_high, high[step], tile_descriptor<128>(rows, 1), add);
         }
         wgmma_commit();
     };
@@ -647,7 +644,8 @@ tilerank_status attention_split_warpgroups(const AttentionArgs& args, void*, voi
     constexpr size_t kSharedBytes =
         DynamicShared::bytes<unsigned char>(kChunks * 2 * kPanelBytes + 1024) +
         2 * DynamicShared::bytes<uint64_t>(kChunks) + DynamicShared::bytes<ChunkNotes>(kChunks) +
-        DynamicShared::bytes<Task>(kGroups * kTasks) + 2 * DynamicShared::bytes<uint64_t>(kGroups * kTasks) +
+        DynamicShared::bytes<split_warpgroups::Task>(kGroups * kTasks) +
+        2 * DynamicShared::bytes<uint64_t>(kGroups * kTasks) +
         DynamicShared::bytes<Queries>(kGroups) + DynamicShared::bytes<uint4>(2 * (kSplitThreads / kWarpSize));
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {

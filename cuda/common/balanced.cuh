@@ -160,6 +160,10 @@ struct Passes {
         last_unit = uniform(places[0].unit);
     }
 
+    // From places that one warp has found for all.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
+        : args(args), end(places[1]), sequence(places[0].sequence), head(places[0].head), last_unit(places[0].unit) {}
+
     __device__ __forceinline__ int units() const { return (place.q_len + kUnitRows - 1) / kUnitRows; }
 
     // Causal units differ in length: they are taken from both ends of the pair in turn, the longest first.

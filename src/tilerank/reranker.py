@@ -72,7 +72,7 @@ class Reranker:
         files set for its tokenizer holds too, as in sentence-transformers. The attribute has the limit in force.
     host_path: how text gets through the model: one of `tilerank.host_path.PATHS`, or "auto" for the last of them that
         serves the device and the model. The attribute has the path in force, `host_path_reason` why it is not a later
-        one. All give the same scores, up to float noise.
+        one; `attention` is then what computes it. All give the same scores, up to float noise.
     token_cache: a file that `tilerank index` wrote for this model's tokenizer; passages that it has are not tokenised.
 
     A pair that is too long is cut on the passage side (see `tilerank.tokenization`); a query too long is cut with a
@@ -121,7 +121,7 @@ class Reranker:
         head = Head(is_classifier, "first" if is_classifier or description.pooling == "cls" else "mean")
         self.encoder: Encoder
         if chosen.attention is None:
-            self.attention = "sdpa" if attention == "auto" else attention
+            self.attention = self.model.config._attn_implementation if attention == "auto" else attention
             self.encoder = PaddedEncoder(self.model, description, head, self.tokenizer.pad_id, self.device)
         else:
             self.attention = chosen.attention.name
