@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,18 @@ def _check_inputs(root: Path, name: str, settings: Settings, overrides: Sequence
     print(f"{name}: {message}", file=sys.stderr)
 
 
+def _refuse_shallow() -> None:
+    """DVC loses, without a word, the result of an experiment that it runs in a copy of a shallow clone."""
+    outer = os.environ.get("DVC_ROOT", str(ROOT))
+    if "DVC_EXP_NAME" not in os.environ or Path(outer).resolve() == ROOT.resolve():
+        return
+    command = ["git", "-C", outer, "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == "true":
+        raise TilerankError(
+            f"{outer} is a shallow clone, in which DVC loses the experiment's result; run `git fetch --unshallow` first"
+        )
+
+
 def _what_if_folder(name: str, overrides: Sequence[str]) -> Path:
     label = hashlib.sha256("\n".join(overrides).encode()).hexdigest()[:8]
     return ROOT / "build" / "what-if" / f"{name}-{label}"
@@ -194,6 +207,7 @@ def _run(
 ) -> None:
     from tilerank import provenance, tracking
 
+    _refuse_shallow()
     output_root = ROOT
     if arguments.overrides:
         from tilerank.composition import compose_settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from stages._run import Stage, stage_main, write_json
 from tilerank import report
@@ -26,8 +27,7 @@ def run(stage: Stage) -> None:
     records = report.read_records(stage.metrics_folder)
     if not records:
         raise TilerankError(f"metrics/{machine} holds no record; run `dvc repro` (or `make quickstart`) first")
-    rows = registry.attention_rows()
-    predictions = {row.name: row.prediction for row in rows}
+    predictions = {row.name: row.prediction for row in registry.attention_rows()}
     summary = report.summarise(records)
     built = report.build_report(records, machine, predictions)
 
@@ -45,12 +45,18 @@ def run(stage: Stage) -> None:
     stage.tracker.log_metrics(summary)
 
     if stage.output_root == stage.root:  # a what-if leaves the tree's own files alone
-        tables = report.readme_tables(records, predictions) | doc_tables(rows)
-        tables |= {
-            "roofline": roofline_table(records, tuple(predictions)),
-            host_path.TABLE: host_path.steps_table(records),
-        }
-        _update_pages(stage, built, tables)
+        _update_pages(stage, built, page_tables(records))
+
+
+def page_tables(records: Sequence[report.Record]) -> dict[str, str]:
+    """Marker name -> Markdown of every table in `PAGES`."""
+    rows = registry.attention_rows()
+    predictions = {row.name: row.prediction for row in rows}
+    own = {
+        "roofline": roofline_table(records, tuple(predictions)),
+        host_path.TABLE: host_path.steps_table(records),
+    }
+    return report.readme_tables(records, predictions) | doc_tables(rows) | own
 
 
 def _update_pages(stage: Stage, built: report.Report, tables: dict[str, str]) -> None:

@@ -1,7 +1,8 @@
-// MMA tiles: both products on tensor cores. A warp has 16 query rows; its scores leave m16n8k16 in the registers in which
-// the next one takes the weights, so they never touch shared memory. fp16 on sm_75 too; bfloat16 begins with the next rung.
-// Prediction: 110 us packed in fp16. Exact online softmax with 16 rows a warp reached 66 us with asynchronous copies and
-//   K, V resident; a copy that waits for each tile of 64 keys leaves the pipes idle for 1 us in about 2.
+// MMA tiles: both products on tensor cores. A warp has 16 query rows; its scores leave m16n8k16 in the registers in
+// which the next one takes the weights, so they never touch shared memory. fp16 on sm_75 too; bfloat16 begins with the
+// next rung.
+// Prediction: 110 us packed in fp16. Exact online softmax with 16 rows a warp reached 66 us with asynchronous copies
+//   and K, V resident; a copy that waits for each tile of 64 keys leaves the pipes idle for 1 us in about 2.
 // Answer: metrics/<machine>/bench_attention_mma_tiles.json and docs/ladder.md.
 #include "common/mma16.cuh"
 #include "common/softmax.cuh"

@@ -1,5 +1,5 @@
-// MMA ring: mma_tiles with 32 query rows a warp, so that each K and V fragment serves two products, keys and values that
-// arrive by cp.async two tiles ahead, and row sums by one more product with ones.
+// MMA ring: mma_tiles with 32 query rows a warp, so that each K and V fragment serves two products, keys and values
+// that arrive by cp.async two tiles ahead, and row sums by one more product with ones.
 // Prediction: 66 us packed. The same with K, V resident took 59 us (32 rows a warp were worth 7 us, row sums by MMA 1);
 //   a barrier for each tile of 64 keys costs a tenth.
 // Answer: metrics/<machine>/bench_attention_mma_ring.json and docs/ladder.md.
@@ -41,7 +41,9 @@ __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, k
     constexpr int kTiles = kRowTiles<D>;
     Fragment scores[kSteps][kTiles][2] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    for (int step = 0; step < kSteps; ++step) {
+        score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    }
 
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

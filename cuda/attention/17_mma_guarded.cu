@@ -1,7 +1,8 @@
 // MMA guarded: mma_ring whose weights are relative to a reference that stays: each row's largest score among its first
-// 16 keys. Only when a weight passes 2^14 (fp16 ends at 2^16) is it raised, and those 16 keys are done again: exact.
-// Prediction: 58 us packed, from 66: the maximum of 32 scores took 32 FMNMX of 2 cycles and 32 FMUL; a packed maximum of
-//   weights takes 16 of 1.2. Inputs x 8: 85 us, as most steps then raise a reference.
+// 16 keys. Once a weight passes 2^14 (fp16 ends at 2^16), those 16 keys are done again relative to a raised reference,
+// and from then on scores are looked at first: exact on any input.
+// Prediction: 58 us packed, from 66: the maximum of 32 scores took 32 FMNMX of 2 cycles and 32 FMUL; a packed maximum
+//   of weights takes 16 of 1.2. Inputs x 8: 85 us, as most steps then raise a reference.
 // Answer: metrics/<machine>/bench_attention_mma_guarded.json and docs/ladder.md.
 #include "common/mma16.cuh"
 #include "common/softmax.cuh"
@@ -29,23 +30,22 @@ struct State {
     QueryFragments<D, kRowTiles<D>> q = {};
     Fragment sums[kRowTiles<D>][D / 8] = {};
     Fragment row_sums[kRowTiles<D>] = {};
-    float reference[kRowTiles<D>][2];  // what weights are relative to
+    References<kRowTiles<D>> references;
 };
-
-// A reference that every score exceeds by far: the first weights are infinite, which raises it.
-constexpr float kNoReference = -3.0e+38f;
-constexpr float kLargestWeight = 16384.0f;
 
 // kStepKeys keys from row `key` of the tile on. kWhole: every row sees all of them; else the lane's rows see the tile's
 // keys below sees[..].
 template <typename Element, int D, bool kWhole>
 __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, kTileKeys, D>& k_tile,
                                        const KeyTile<Element, kTileKeys, D>& v_tile, int key,
-                                       const int (&sees)[kRowTiles<D>][2], int lane, float factor) {
+                                       const int (&sees)[kRowTiles<D>][2], bool is_first, int lane,
+                                       float factor) {
     constexpr int kTiles = kRowTiles<D>;
     Fragment scores[kSteps][kTiles][2] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    for (int step = 0; step < kSteps; ++step) {
+        score_keys<Element, D>(scores[step], state.q, k_tile, key + step * 16, lane);
+    }
 
     if (!kWhole) {
 #pragma unroll
@@ -54,8 +54,7 @@ __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, k
             for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
                 for (int block = 0; block < 2; ++block) {
-                    hide_keys(scores[step][tile][block], key + step * 16 + block * 8, sees[tile], lane,
-                              hidden_score(factor));
+                    hide_keys(scores[step][tile][block], key + step * 16 + block * 8, sees[tile], lane, -INFINITY);
                 }
             }
         }
@@ -64,10 +63,8 @@ __device__ __forceinline__ void attend(State<D>& state, const KeyTile<Element, k
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t weights[kTiles][4];
-        if (guarded_weights<Element, true>(weights, scores[step], state.reference, factor, kLargestWeight)) {
-            raise_references<D>(state.reference, state.row_sums, state.sums, scores[step], factor);
-            guarded_weights<Element, false>(weights, scores[step], state.reference, factor, kLargestWeight);
-        }
+        if (is_first && step == 0) state.references.begin(scores[step], factor);
+        guarded_weights<Element, D>(weights, scores[step], state.references, state.row_sums, state.sums, factor);
         add_row_sums<Element>(state.row_sums, weights);
         add_values<Element, D>(state.sums, weights, v_tile, key + step * 16, lane);
     }
@@ -108,13 +105,14 @@ __global__ void __launch_bounds__(kThreads) kernel(AttentionArgs args, float fac
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             warp_sees[tile][half] = block.row_sees(first_row + tile * 16 + half * 8 + lane / 4);
-            state.reference[tile][half] = kNoReference;
         }
     }
     if (rows > 0) {
         load_queries<D, kTiles>(state.q, block.q + first_row * args.q_token_stride, args.q_token_stride, rows, lane,
                                 aligned);
+        make_factor_positive<D>(state.q, factor);
     }
+    const float size = fabsf(factor);
 
     int tile = 0;
     for (int first = 0; first < block.any_row_sees; first += kTileKeys, ++tile) {
@@ -129,9 +127,9 @@ __global__ void __launch_bounds__(kThreads) kernel(AttentionArgs args, float fac
         for (int t = 0; t < kTiles; ++t) sees[t][0] = warp_sees[t][0] - first, sees[t][1] = warp_sees[t][1] - first;
         for (int key = 0; key < kTileKeys && first + key < block.any_row_sees; key += kStepKeys) {
             if (first + key + kStepKeys <= block.every_row_sees) {
-                attend<Element, D, true>(state, k_tile, v_tile, key, sees, lane, factor);
+                attend<Element, D, true>(state, k_tile, v_tile, key, sees, first + key == 0, lane, size);
             } else {
-                attend<Element, D, false>(state, k_tile, v_tile, key, sees, lane, factor);
+                attend<Element, D, false>(state, k_tile, v_tile, key, sees, first + key == 0, lane, size);
             }
         }
     }

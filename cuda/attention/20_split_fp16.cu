@@ -1,7 +1,7 @@
 // Split fp16: fp32 in and out, products on the fp16 tensor cores (m16n8k16) from two terms a number, high high +
 // high low + low high, summed in fp32. A block splits each tile of k and v once for all its rows; a warp has 32 rows.
-// Prediction: 100 us packed, from 354. A tile of 16 rows x 64 keys takes a warp 96 products of 6.06 cycles and 410 other
-//   instructions at 0.65 beside them: 850 cycles, 78 us with a fifth of padding; ends and idle SMs add 20 us.
+// Prediction: 100 us packed, from 354. A tile of 16 rows x 64 keys takes a warp 96 products of 6.06 cycles and 410
+//   other instructions at 0.65 beside them: 850 cycles, 78 us with a fifth of padding; ends and idle SMs add 20 us.
 // Answer: metrics/<machine>/bench_attention_split_fp16.json and docs/ladder.md.
 #include "common/split_fp16.cuh"
 
@@ -184,7 +184,11 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
     const int warp = __shfl_sync(kFullMask, static_cast<int>(threadIdx.x) / kWarpSize, 0);
     const int first_row = warp * Shape<D>::kWarpRows;
 
-    for (int tile = 0; tile < 2 && tile < tiles; ++tile) splitter.copy(block, args, tile, tile);
+    splitter.begin(block, args);
+    const auto copy = [&](int tile) {
+        if (tile < tiles) splitter.copy_next(args, block.any_row_sees - tile * kTileKeys, tile);
+    };
+    copy(0), copy(1);
     SplitQueries<D> q[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
         before = factors;
         factors = factors.next(k_span, v_span);
         splitter.split_tile(tile, power_of_two(factors.k_field), power_of_two(factors.v_field));
-        if (tile + 2 < tiles) splitter.copy(block, args, tile + 2, tile + 2);
+        copy(tile + 2);
     };
     if (tiles > 0) {
         copy_async_wait<0>();

@@ -9,11 +9,15 @@
 
 #include <algorithm>
 
+#include "common/barriers.cuh"
 #include "common/mma16.cuh"
 
 namespace tilerank {
 
 constexpr int kChunkKeys = 64;
+
+// A value that all lanes have alike, known to be so to the compiler.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
 // A position on the line: a unit of a (sequence, head). The end is sequence = batch.
 struct UnitPlace {
@@ -22,97 +26,110 @@ struct UnitPlace {
     int unit;
 };
 
-// How many queries and keys of a sequence count.
-struct SequenceSize {
+// Where the queries and keys of a sequence are and how many count.
+struct SequencePlace {
+    int q_begin;
     int q_len;
+    int k_begin;
     int k_len;
 };
 
-__device__ __forceinline__ SequenceSize sequence_size(const AttentionArgs& args, int sequence) {
+// packed_range in 32 bits, which hold every value of cu_seqlens.
+__device__ __forceinline__ void packed_place(const int32_t* cu_seqlens, int sequence, int64_t total, int64_t most,
+                                             int* begin, int* length) {
+    const int end_of_all = static_cast<int>(min(total, static_cast<int64_t>(2147483647)));
+    *begin = min(max(cu_seqlens[sequence], 0), end_of_all);
+    const int end = min(max(cu_seqlens[sequence + 1], *begin), end_of_all);
+    *length = min(end - *begin, static_cast<int>(most));
+}
+
+__device__ __forceinline__ SequencePlace sequence_place(const AttentionArgs& args, int sequence) {
+    SequencePlace place = {0, static_cast<int>(args.q_len), 0, 0};
     if (args.cu_seqlens_q != nullptr) {
-        return {static_cast<int>(packed_range(args.cu_seqlens_q, sequence, args.total_q, args.q_len).length),
-                static_cast<int>(packed_range(args.cu_seqlens_k, sequence, args.total_k, args.k_len).length)};
+        packed_place(args.cu_seqlens_q, sequence, args.total_q, args.q_len, &place.q_begin, &place.q_len);
+        packed_place(args.cu_seqlens_k, sequence, args.total_k, args.k_len, &place.k_begin, &place.k_len);
+    } else {
+        place.k_len = static_cast<int>(key_length(args, sequence));
     }
-    return {static_cast<int>(args.q_len), static_cast<int>(key_length(args, sequence))};
+    return place;
 }
 
 // ---- Cutting the line ----
 
-// The cost of 16 queries of a sequence, in steps of 16 keys; the constant stands for a unit's beginning and end.
-__device__ __forceinline__ int64_t row_tile_cost(const AttentionArgs& args, SequenceSize size) {
-    constexpr int kUnitCost = 4;
-    const int keys = args.causal ? min(size.q_len, size.k_len) / 2 : size.k_len;
-    return (keys + 15) / 16 + kUnitCost;
+// What a unit costs, in chunks: those of its keys, and kUnitCost for beginning and ending it, as a fit to the times of
+// blocks on an H200 has it. A partial chunk takes as long as a whole one, and so does a unit of fewer rows.
+constexpr int kUnitCost = 3;
+
+// Whole numbers, which double holds exactly where integers of 32 bits would not do.
+struct SequenceCost {
+    double unit;
+    double pair;
+    double all;  // of all heads
+};
+
+template <int kUnitRows>
+__device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args, const SequencePlace& place) {
+    const int keys = args.causal ? min(place.q_len, place.k_len) / 2 : place.k_len;
+    SequenceCost cost;
+    cost.unit = (keys + kChunkKeys - 1) / kChunkKeys + kUnitCost;
+    cost.pair = (place.q_len + kUnitRows - 1) / kUnitRows * cost.unit;
+    cost.all = static_cast<double>(args.heads) * cost.pair;
+    return cost;
 }
 
-__device__ __forceinline__ int64_t pair_cost(const AttentionArgs& args, SequenceSize size) {
-    return (size.q_len + 15) / 16 * row_tile_cost(args, size);
-}
-
-// Finds where this block's part begins and ends, among all kThreads threads of the block. places[0..1] is shared.
-template <int kUnitRows, int kThreads>
-__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2],
-                                            int64_t (&warp_costs)[kThreads / kWarpSize]) {
-    const int thread = threadIdx.x;
-    const int lane = thread % kWarpSize;
-    const int warp = thread / kWarpSize;
+// Where this block's part begins and ends: places[0] and places[1]. By one warp. Its code is short, because every block
+// waits for it, with no instruction in any cache yet.
+template <int kUnitRows>
+__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
     const int batch = static_cast<int>(args.batch);
-    // A thread counts the neighbours first .. last-1: usually one sequence, or none.
-    const int share = (batch + kThreads - 1) / kThreads;
-    const int first = min(thread * share, batch);
-    const int last = min(first + share, batch);
-    int64_t own = 0;
+    const int block = static_cast<int>(blockIdx.x);
+    const int blocks = static_cast<int>(gridDim.x);
+    double targets[2];
+    places[0] = places[1] = {batch, 0, 0};
+    double total = 0.0;
 #pragma unroll 1
-    for (int s = first; s < last; ++s) own += args.heads * pair_cost(args, sequence_size(args, s));
-    int64_t up_to = own;  // of this warp's lanes up to this one
+    for (int sweep = 0; sweep < 2; ++sweep) {  // the first finds the total
+        double begin = 0.0;                     // of these 32 sequences
+#pragma unroll 1
+        for (int first = 0; first < batch; first += kWarpSize) {
+            SequencePlace at = {0, 0, 0, 0};
+            if (first + lane < batch) at = sequence_place(args, first + lane);
+            const double own = sequence_cost<kUnitRows>(args, at).all;
+            double end = own;
 #pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int64_t before = __shfl_up_sync(kFullMask, up_to, distance);
-        if (lane >= distance) up_to += before;
-    }
-    if (lane == kWarpSize - 1) warp_costs[warp] = up_to;
-    if (thread < 2) places[thread] = {batch, 0, 0};
-    __syncthreads();
-    int64_t begin = up_to - own;
-    int64_t total = 0;
-#pragma unroll
-    for (int other = 0; other < kThreads / kWarpSize; ++other) {
-        if (other < warp) begin += warp_costs[other];
-        total += warp_costs[other];
-    }
+            for (int distance = 1; distance < kWarpSize; distance *= 2) {
+                const double before = __shfl_up_sync(kFullMask, end, distance);
+                if (lane >= distance) end += before;
+            }
+            end += begin;
 #pragma unroll 1
-    for (int side = 0; side < 2; ++side) {
-        // In double, whose division is quicker than that of 64-bit integers; all blocks round alike.
-        const double share_end = static_cast<double>(blockIdx.x + side) / gridDim.x;
-        const int64_t target = static_cast<int64_t>(static_cast<double>(total) * share_end);
-        if (target < begin || target >= begin + own) continue;
-        // The first unit that begins at the target or after it.
-        int s = first;
-        int64_t rest = target - begin;
-        SequenceSize size = sequence_size(args, s);
-#pragma unroll 1
-        for (;;) {
-            const int64_t cost = args.heads * pair_cost(args, size);
-            if (rest < cost) break;
-            rest -= cost;
-            size = sequence_size(args, ++s);
+            for (int side = 0; side < 2 && sweep == 1; ++side) {
+                const double target = side == 0 ? targets[0] : targets[1];
+                const unsigned holder = __ballot_sync(kFullMask, target >= end - own && target < end);
+                if (holder == 0) continue;
+                // The first unit that begins at the target or after it. Quotients may be off by a rounding: it only
+                // matters that all blocks find the same, and not less for a larger target.
+                const int source = __ffs(static_cast<int>(holder)) - 1;
+                const double rest = target - __shfl_sync(kFullMask, end - own, source);
+                const SequencePlace there = {0, __shfl_sync(kFullMask, at.q_len, source), 0,
+                                             __shfl_sync(kFullMask, at.k_len, source)};
+                const SequenceCost cost = sequence_cost<kUnitRows>(args, there);
+                const int head = static_cast<int>(__fdividef(static_cast<float>(rest), static_cast<float>(cost.pair)));
+                const float in_pair = static_cast<float>(rest - head * cost.pair);
+                const int unit = static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))));
+                UnitPlace place = {first + source, head, unit};
+                if (place.unit * kUnitRows >= there.q_len) place = {place.sequence, head + 1, 0};
+                if (place.head >= args.heads) place = {place.sequence + 1, 0, 0};
+                if (side == 0) places[0] = place;
+                if (side == 1) places[1] = place;
+            }
+            begin = __shfl_sync(kFullMask, end, kWarpSize - 1);
         }
-        const int64_t one_pair = pair_cost(args, size);
-        int head = static_cast<int>(static_cast<double>(rest) / static_cast<double>(one_pair));
-        rest -= head * one_pair;
-        const double one_unit = static_cast<double>(kUnitRows / 16 * row_tile_cost(args, size));
-        int unit = static_cast<int>(ceil(static_cast<double>(rest) / one_unit));
-        if (unit * kUnitRows >= size.q_len) {
-            unit = 0;
-            ++head;
-        }
-        if (head == args.heads) {
-            head = 0;
-            ++s;
-        }
-        places[side] = {s, head, unit};
+        total = begin;
+        const float share = 1.0f / static_cast<float>(blocks);
+        targets[0] = floor(total * (static_cast<float>(block) * share));
+        targets[1] = block + 1 == blocks ? total : floor(total * (static_cast<float>(block + 1) * share));
     }
-    __syncthreads();
 }
 
 // ---- Walking a block's part ----
@@ -125,27 +142,43 @@ struct Passes {
     UnitPlace end;
     int sequence;
     int head;
-    SequenceSize size = {0, 0};
+    SequencePlace place = {0, 0, 0, 0};
     int first_unit = 0;
-    int last_unit;     // one beyond
-    int ordinal = 0;   // of first_unit, among the block's units
-    int chunk = 0;     // number of the first chunk, among the block's
+    int last_unit;    // one beyond
+    int ordinal = 0;  // of first_unit, among the block's units
+    int chunk = 0;    // number of the first chunk, among the block's
     int chunks = 0;
+    int known = -1;  // the sequence that `place` is of
 
-    __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
-        : args(args), end(places[1]), sequence(places[0].sequence), head(places[0].head), last_unit(places[0].unit) {
-        if (sequence < args.batch) size = sequence_size(args, sequence);
+    // By one warp.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane) : args(args) {
+        UnitPlace places[2];
+        find_places<kUnitRows>(args, places, lane);
+        end = {uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)};
+        sequence = uniform(places[0].sequence);
+        head = uniform(places[0].head);
+        last_unit = uniform(places[0].unit);
     }
+
+    // From places that one warp has found for all.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
+        : args(args), end(places[1]), sequence(places[0].sequence), head(places[0].head), last_unit(places[0].unit) {}
+
+    __device__ __forceinline__ int units() const { return (place.q_len + kUnitRows - 1) / kUnitRows; }
 
     // Causal units differ in length: they are taken from both ends of the pair in turn, the longest first.
     __device__ __forceinline__ int first_row(int unit) const {
-        const int units = (size.q_len + kUnitRows - 1) / kUnitRows;
-        return (!args.causal ? unit : unit % 2 == 0 ? units - 1 - unit / 2 : unit / 2) * kUnitRows;
+        return (!args.causal ? unit : unit % 2 == 0 ? units() - 1 - unit / 2 : unit / 2) * kUnitRows;
     }
 
     // Keys that some query of the unit sees.
     __device__ __forceinline__ int any_row_sees(int unit) const {
-        return args.causal ? min(size.k_len, min(first_row(unit) + kUnitRows, size.q_len)) : size.k_len;
+        return args.causal ? min(place.k_len, min(first_row(unit) + kUnitRows, place.q_len)) : place.k_len;
+    }
+
+    // Chunks that the unit needs. One without keys has one chunk of zeros, all of it hidden.
+    __device__ __forceinline__ int chunks_of(int unit) const {
+        return max((any_row_sees(unit) + kChunkKeys - 1) / kChunkKeys, 1);
     }
 
     // To the next pass; false at the end, with `chunk` one beyond the last.
@@ -156,28 +189,235 @@ struct Passes {
         first_unit = last_unit;
 #pragma unroll 1
         for (;;) {
-            if (sequence > end.sequence || (sequence == end.sequence && head > end.head)) return false;
             const bool is_last = sequence == end.sequence && head == end.head;
             if (sequence >= args.batch || (is_last && first_unit >= end.unit)) return false;
-            const int units = (size.q_len + kUnitRows - 1) / kUnitRows;
-            if (first_unit < units) {
-                last_unit = is_last ? min(units, end.unit) : units;
+            if (known != sequence) {
+                place = sequence_place(args, sequence);
+                known = sequence;
+            }
+            if (first_unit < units()) {
+                last_unit = is_last ? min(units(), end.unit) : units();
                 break;
             }
+            if (is_last) return false;
             first_unit = last_unit = 0;
             if (++head == args.heads) {
                 head = 0;
-                if (++sequence < args.batch) size = sequence_size(args, sequence);
+                ++sequence;
             }
         }
-        // A pair without keys has one chunk of zeros, all of it hidden.
-        const auto chunks_of = [&](int unit) { return max((any_row_sees(unit) + kChunkKeys - 1) / kChunkKeys, 1); };
         chunks = chunks_of(first_unit);
         if (args.causal && first_unit + 1 < last_unit) chunks = max(chunks, chunks_of(first_unit + 1));
         if (chunks > kResident) last_unit = min(last_unit, first_unit + kWorkers);
         return true;
     }
 };
+
+// Elements from a tensor's begin to a row of it.
+__device__ __forceinline__ int64_t row_offset(int sequence, int head, int token, int64_t batch_stride,
+                                                int64_t head_stride, int64_t token_stride) {
+    return sequence * batch_stride + head * head_stride + token * token_stride;
+}
+
+// ---- Copying chunks ----
+
+// Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp, 16 bytes a lane. Parts of kColumns
+// columns lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. Rolled loops: the
+// first chunk waits for this code to be fetched.
+template <typename Element, int D, int kColumns, int kPartBytes, typename Target>
+__device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Element* source, int64_t token_stride,
+                                                int count, int lane, bool aligned, const Target& target) {
+    constexpr int kParts = kColumns / 8;
+    constexpr int kRows = kWarpSize / kParts;
+    const int column = lane % kParts * 8;
+#pragma unroll 1
+    for (int part = 0; part < D / kColumns; ++part) {
+        int row = lane / kParts;
+        unsigned char* to = tile + part * kPartBytes;
+        const Element* from = source + row * token_stride + part * kColumns + column;
+#pragma unroll 2
+        for (int turn = 0; turn < kChunkKeys / kRows; ++turn, row += kRows, from += kRows * token_stride) {
+            if (aligned) {
+                copy_async<16>(to + target(row, column), from, row < count);
+            } else {
+                uint4 eight = {0, 0, 0, 0};
+                if (row < count) eight = load_eight(from, false);
+                store_vector(to + target(row, column), eight);
+            }
+        }
+    }
+}
+
+// Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of
+// the kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts
+// the copy of keys or values. fence: what else must come between the data's arrival and the barrier.
+template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence>
+__device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* empty, int copy_warp,
+                                          const CopyTile& copy_tile, const Fence& fence) {
+    const AttentionArgs& args = passes.args;
+    const int heads_a_group = static_cast<int>(args.heads) / static_cast<int>(args.kv_heads);
+    int told = -1;  // slot of the chunk under way: its barrier is told one chunk later, when the data is there
+    const auto tell = [&] {
+        if (told < 0) return;
+        fence();
+        barrier_arrive(&full[told]);
+        told = -1;
+    };
+    int slot = copy_warp % kChunks;
+    uint32_t parity = copy_warp / kChunks % 2 ^ 1;  // of the phase before: for the first there is nothing to wait for
+    int chunk = copy_warp;                          // number of the next one of this warp's
+#pragma unroll 1
+    while (passes.next()) {
+        if (chunk >= passes.chunk + passes.chunks) continue;
+        const int kv_head = passes.head / heads_a_group;
+        const Element* k = static_cast<const Element*>(args.k) + row_offset(passes.sequence, kv_head,
+                                                                            passes.place.k_begin, args.k_batch_stride,
+                                                                            args.k_head_stride, args.k_token_stride);
+        const Element* v = static_cast<const Element*>(args.v) + row_offset(passes.sequence, kv_head,
+                                                                            passes.place.k_begin, args.v_batch_stride,
+                                                                            args.v_head_stride, args.v_token_stride);
+#pragma unroll 1
+        for (; chunk < passes.chunk + passes.chunks; chunk += kCopyWarps) {
+            if (!barrier_test(&empty[slot], parity)) {
+                copy_async_wait<0>();
+                tell();
+                barrier_wait(&empty[slot], parity);
+            }
+            const int first = (chunk - passes.chunk) * kChunkKeys;
+            const int count = passes.place.k_len - first;
+#pragma unroll 1
+            for (int values = 0; values < 2; ++values) {
+                const int64_t stride = values == 0 ? args.k_token_stride : args.v_token_stride;
+                copy_tile(slot, values, (values == 0 ? k : v) + first * stride, stride, count);
+            }
+            copy_async_commit();
+            copy_async_wait<1>();
+            tell();
+            told = slot;
+            slot += kCopyWarps;
+            if (slot >= kChunks) {
+                slot -= kChunks;
+                parity ^= 1;
+            }
+        }
+    }
+    copy_async_wait<0>();
+    tell();
+}
+
+// ---- Dealing a block's units ----
+
+// One warp walks the passes and tells each worker its next units, so that the warps that compute need not.
+struct Task {
+    const void* q;  // first of the unit's rows
+    void* out;
+    int rows;         // of the unit that exist
+    int k_len;        // keys that count
+    int causal_keys;  // what the first row may see if causality alone counted
+    int tiles;        // chunks that some row sees keys of; at least one, 0: there is no further unit
+    int whole_tiles;  // of those, the ones that every row sees all of
+    int chunk;        // number of the first of them; where there is no unit, one beyond the last
+    int slot;         // its place in the ring
+    int parity;       // its turn there
+    int is_last;      // of the worker's units in the pass: chunks are given back behind it
+    int rotation;     // differs from pair to pair
+};
+
+// Tasks on their way to each worker, in shared memory.
+template <int kWorkers_>
+struct TaskQueues {
+    static constexpr int kWorkers = kWorkers_;
+    static constexpr int kDepth = 4;
+    Task* tasks;      // [kWorkers][kDepth]
+    uint64_t* dealt;  // barriers
+    uint64_t* taken;
+
+    __host__ __device__ static constexpr size_t bytes() {
+        return DynamicShared::bytes<Task>(kWorkers * kDepth) + 2 * DynamicShared::bytes<uint64_t>(kWorkers * kDepth);
+    }
+
+    __device__ __forceinline__ explicit TaskQueues(DynamicShared& memory)
+        : tasks(memory.take<Task>(kWorkers * kDepth)),
+          dealt(memory.take<uint64_t>(kWorkers * kDepth)),
+          taken(memory.take<uint64_t>(kWorkers * kDepth)) {}
+
+    // By all threads of the block, before a __syncthreads(). worker_warps: warps that take each task.
+    __device__ __forceinline__ void init(int worker_warps) const {
+        for (int at = static_cast<int>(threadIdx.x); at < kWorkers * kDepth; at += static_cast<int>(blockDim.x)) {
+            barrier_init(&dealt[at], 1);
+            barrier_init(&taken[at], worker_warps);
+        }
+    }
+
+    // The task with that number among all of the block's.
+    __device__ __forceinline__ void put(int ordinal, const Task& task) const {
+        const int turn = ordinal / kWorkers;
+        const int at = ordinal % kWorkers * kDepth + turn % kDepth;
+        barrier_wait(&taken[at], turn / kDepth % 2 ^ 1);
+        tasks[at] = task;
+        barrier_arrive(&dealt[at]);
+    }
+
+    // The task with that number among the worker's; by whole warps.
+    __device__ __forceinline__ Task take(int worker, int turn, int lane) const {
+        const int at = worker * kDepth + turn % kDepth;
+        barrier_wait(&dealt[at], turn / kDepth % 2);
+        const Task task = tasks[at];
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&taken[at]);
+        return task;
+    }
+};
+
+// Deals all of a block's units, whose keys go through a ring of kChunks; by one warp. Each lane deals one unit of a
+// pass.
+template <typename Element, int kChunks, int kUnitRows, int kWorkers, int kResident>
+__device__ __forceinline__ void deal(Passes<kUnitRows, kWorkers, kResident> passes, const TaskQueues<kWorkers>& queues,
+                                     int lane) {
+    const AttentionArgs& args = passes.args;
+    constexpr int kAtOnce = kWorkers * TaskQueues<kWorkers>::kDepth < kWarpSize
+                                ? kWorkers * TaskQueues<kWorkers>::kDepth
+                                : kWarpSize;
+    int dealt = 0;
+    Task task = {};
+#pragma unroll 1
+    while (passes.next()) {
+        const SequencePlace& place = passes.place;
+        const Element* q = static_cast<const Element*>(args.q) + row_offset(passes.sequence, passes.head, place.q_begin,
+                                                                              args.q_batch_stride, args.q_head_stride,
+                                                                              args.q_token_stride);
+        Element* out = static_cast<Element*>(args.out) + row_offset(passes.sequence, passes.head, place.q_begin,
+                                                                      args.out_batch_stride, args.out_head_stride,
+                                                                      args.out_token_stride);
+        task.k_len = place.k_len;
+        task.chunk = passes.chunk;
+        task.slot = passes.chunk % kChunks;
+        task.parity = passes.chunk / kChunks % 2;
+        task.rotation = passes.head + passes.sequence;
+#pragma unroll 1
+        for (int first = passes.first_unit; first < passes.last_unit; first += kAtOnce) {
+            const int unit = first + lane;
+            const int count = min(passes.last_unit - first, kAtOnce);
+            if (lane < count) {
+                const int row = passes.first_row(unit);
+                task.q = q + row * args.q_token_stride;
+                task.out = out + row * args.out_token_stride;
+                task.rows = min(place.q_len - row, kUnitRows);
+                task.causal_keys = args.causal ? row + 1 : kMostKeys16;
+                task.tiles = passes.chunks_of(unit);
+                task.whole_tiles = min(task.k_len, task.causal_keys) / kChunkKeys;
+                task.is_last = unit + kWorkers >= passes.last_unit;
+                queues.put(dealt + lane, task);
+            }
+            __syncwarp();
+            dealt += count;
+        }
+    }
+    task.tiles = 0;
+    task.rows = 0;
+    task.chunk = passes.chunk;
+    if (lane < kWorkers) queues.put(dealt + lane, task);
+}
 
 // ---- Launching ----
 
@@ -202,8 +442,9 @@ inline tilerank_status launch_balanced(const char* name, void (*kernel)(Attentio
                                        int threads, size_t shared_bytes, const AttentionArgs& args, void* stream) {
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: batch, heads and queries are %lld, %lld, %lld; at most %lld each",
-                      name, static_cast<long long>(args.batch), static_cast<long long>(args.heads),
+        return refuse(TILERANK_UNSUPPORTED,
+                      "variant %s: batch, heads and queries are %lld, %lld, %lld; at most %lld each", name,
+                      static_cast<long long>(args.batch), static_cast<long long>(args.heads),
                       static_cast<long long>(args.q_len), static_cast<long long>(kMost));
     }
     const int64_t units = args.batch * args.heads * ((args.q_len + unit_rows - 1) / unit_rows);

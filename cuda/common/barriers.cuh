@@ -1,7 +1,7 @@
 // Barriers in shared memory (mbarrier, sm_80): between warps that do different things.
 //
-// A barrier counts arrivals; when all of a phase have come, the next phase begins. Waiting for a parity returns once the
-// phase of that parity is complete: 0 for the first phase, then 1, 0, 1, ...; parity 1 is complete from the start.
+// A barrier counts arrivals; when all of a phase have come, the next phase begins. Waiting for a parity returns once
+// the phase of that parity is complete: 0 for the first phase, then 1, 0, 1, ...; parity 1 is complete from the start.
 // What a thread wrote before it arrived is seen by those that have waited.
 #pragma once
 

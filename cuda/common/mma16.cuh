@@ -1,5 +1,5 @@
-// Shared policy of the 16-bit kernels on tensor cores: which rows a block works on, how rows move between global memory,
-// matrix fragments and shared memory, and the two products of a warp. Positions of fragments: common/device.h.
+// Shared policy of the 16-bit kernels on tensor cores: which rows a block works on, how rows move between global
+// memory, matrix fragments and shared memory, and the two products of a warp. Positions of fragments: common/device.h.
 #pragma once
 
 #include "common/attention.cuh"
@@ -112,18 +112,16 @@ __device__ __forceinline__ uint32_t max16<__nv_bfloat16>(uint32_t a, uint32_t b)
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Is one of a pair above the limit?
+// Is one of a pair above the limit, or NaN?
 template <typename Element>
 __device__ __forceinline__ bool exceeds16(uint32_t pair, float limit);
 template <>
 __device__ __forceinline__ bool exceeds16<__half>(uint32_t pair, float limit) {
-    const __half2 both = *reinterpret_cast<const __half2*>(&pair);
-    return fmaxf(__low2float(both), __high2float(both)) > limit;
+    return !__hble2(*reinterpret_cast<const __half2*>(&pair), __float2half2_rn(limit));
 }
 template <>
 __device__ __forceinline__ bool exceeds16<__nv_bfloat16>(uint32_t pair, float limit) {
-    const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-    return fmaxf(__low2float(both), __high2float(both)) > limit;
+    return !__hble2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __float2bfloat162_rn(limit));
 }
 
 // Two neighbouring elements of global memory in one register.
@@ -203,8 +201,8 @@ template <int D, int kRowTiles>
 using QueryFragments = uint32_t[kRowTiles][D / 16][4];
 
 template <int D, int kRowTiles, typename Element>
-__device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, const Element* first, int64_t token_stride,
-                                             int rows, int lane, bool aligned) {
+__device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, const Element* first,
+                                             int64_t token_stride, int rows, int lane, bool aligned) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -220,7 +218,8 @@ __device__ __forceinline__ void load_queries(QueryFragments<D, kRowTiles>& q, co
     }
 }
 
-// Scores or sums of 16 rows x 8 columns: row lane / 4 (first two numbers) and 8 further down, columns 2 (lane % 4) + 0, 1.
+// Scores or sums of 16 rows x 8 columns: row lane / 4 (first two numbers) and 8 further down, columns 2 (lane % 4) + 0,
+// 1.
 using Fragment = float[4];
 
 // scores += q k for the 16 keys that begin at tile row `key`.
@@ -296,18 +295,59 @@ constexpr float kLowestReference = -3.0e+38f;
 __device__ __forceinline__ void hide_keys(Fragment& scores, int first, const int (&sees)[2], int lane, float hidden) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (first + lane % 4 * 2 + i % 2 >= sees[i / 2]) scores[i] = hidden;
+        if (first + i % 2 >= sees[i / 2] - lane % 4 * 2) scores[i] = hidden;
     }
 }
 
 // ---- Guarded weights: relative to a reference that is raised only when a weight grows too large ----
 
-// The weights of 16 keys; is one of them, on any lane, above `most`? kFused: by one multiply-add a score; else (then the
-// answer is no) as rounded as references are, so that a weight never exceeds 1 by a large score's last place.
+// What the weights of a lane's rows are relative to.
+template <int kRowTiles>
+struct References {
+    float of[kRowTiles][2];
+    bool is_steep = false;  // some weight grew too large: from then on scores are looked at before they become weights
+
+    // The largest score of each row among 16 keys, times factor.
+    static __device__ __forceinline__ float largest(const Fragment (&scores)[2], int half, float factor) {
+        const float raw = fmaxf(fmaxf(scores[0][half * 2], scores[0][half * 2 + 1]),
+                                fmaxf(scores[1][half * 2], scores[1][half * 2 + 1]));
+        return __fmul_rn(quad_max(fmaxf(raw, kLowestReference)), factor);
+    }
+
+    // Begins with each row's largest score among its first 16 keys, or a little less, by which a fused product can
+    // differ: that weight is then at least 1.
+    __device__ __forceinline__ void begin(const Fragment (&scores)[kRowTiles][2], float factor) {
+        constexpr float kRounding = 0x1p-22f;
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float first = largest(scores[tile], half, factor);
+                of[tile][half] = first - fabsf(first) * kRounding;
+            }
+        }
+    }
+};
+
+// Factors that scores and queries take so that larger scores always weigh more: the sign moves to the queries.
+template <int D, int kRowTiles>
+__device__ __forceinline__ void make_factor_positive(QueryFragments<D, kRowTiles>& q, float factor) {
+    const uint32_t signs = factor < 0.0f ? 0x80008000u : 0u;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) q[tile][depth][i] ^= signs;
+        }
+    }
+}
+
+// The weights of 16 keys and the largest of them. kFused: by one multiply-add a score; else as rounded as references
+// are, so that a weight never exceeds 1 by a large score's last place.
 template <typename Element, bool kFused, int kRowTiles>
-__device__ __forceinline__ bool guarded_weights(uint32_t (&weights)[kRowTiles][4],
-                                                const Fragment (&scores)[kRowTiles][2],
-                                                const float (&reference)[kRowTiles][2], float factor, float most) {
+__device__ __forceinline__ uint32_t weigh(uint32_t (&weights)[kRowTiles][4], const Fragment (&scores)[kRowTiles][2],
+                                          const References<kRowTiles>& references, float factor) {
     uint32_t largest = 0;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
@@ -317,41 +357,57 @@ __device__ __forceinline__ bool guarded_weights(uint32_t (&weights)[kRowTiles][4
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
                 const float score = scores[tile][i / 2][i % 2 * 2 + column];
-                weight[column] = exp2_approx(kFused ? score * factor - reference[tile][i % 2]
-                                                    : __fmul_rn(score, factor) - reference[tile][i % 2]);
+                const float reference = references.of[tile][i % 2];
+                weight[column] =
+                    exp2_approx(kFused ? score * factor - reference : __fmul_rn(score, factor) - reference);
             }
             weights[tile][i] = pack16<Element>(weight[0], weight[1]);
-            if (kFused) largest = max16<Element>(largest, weights[tile][i]);
+            largest = max16<Element>(largest, weights[tile][i]);
         }
     }
-    return kFused && __any_sync(kFullMask, exceeds16<Element>(largest, most));
+    return largest;
 }
 
-// Raises each row's reference to its largest score among these 16 keys, where that is larger.
-template <int D, int kRowTiles>
-__device__ __forceinline__ void raise_references(float (&reference)[kRowTiles][2], Fragment (&row_sums)[kRowTiles],
-                                                 Fragment (&sums)[kRowTiles][D / 8],
-                                                 const Fragment (&scores)[kRowTiles][2], float factor) {
+// The weights of 16 keys (factor is not negative). Where references must be raised, the sums so far follow.
+template <typename Element, int D, int kRowTiles>
+__device__ __forceinline__ void guarded_weights(uint32_t (&weights)[kRowTiles][4],
+                                                const Fragment (&scores)[kRowTiles][2],
+                                                References<kRowTiles>& references, Fragment (&row_sums)[kRowTiles],
+                                                Fragment (&sums)[kRowTiles][D / 8], float factor) {
+    constexpr float kMostAbove = 14.0f;  // powers of two; fp16 ends at 16
+    if (!references.is_steep) {
+        const uint32_t largest = weigh<Element, true>(weights, scores, references, factor);
+        references.is_steep = __any_sync(kFullMask, exceeds16<Element>(largest, 16384.0f));
+        if (!references.is_steep) return;
+    }
+    float largest[kRowTiles][2];
+    bool is_above = false;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float largest = reference[tile][half];
+            largest[tile][half] = References<kRowTiles>::largest(scores[tile], half, factor);
+            is_above = is_above || largest[tile][half] > references.of[tile][half] + kMostAbove;
+        }
+    }
+    if (__any_sync(kFullMask, is_above)) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                largest = fmaxf(largest, __fmul_rn(scores[tile][i / 2][half * 2 + i % 2], factor));
-            }
-            largest = quad_max(largest);
-            const float rescale = exp2_approx(reference[tile][half] - largest);
-            reference[tile][half] = largest;
-            row_sums[tile][half * 2] *= rescale;
+        for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-            for (int column = 0; column < D / 8; ++column) {
-                sums[tile][column][half * 2] *= rescale;
-                sums[tile][column][half * 2 + 1] *= rescale;
+            for (int half = 0; half < 2; ++half) {
+                const float raised = fmaxf(largest[tile][half], references.of[tile][half]);
+                const float rescale = exp2_approx(references.of[tile][half] - raised);
+                references.of[tile][half] = raised;
+                row_sums[tile][half * 2] *= rescale;
+#pragma unroll
+                for (int column = 0; column < D / 8; ++column) {
+                    sums[tile][column][half * 2] *= rescale;
+                    sums[tile][column][half * 2 + 1] *= rescale;
+                }
             }
         }
     }
+    weigh<Element, false>(weights, scores, references, factor);
 }
 
 // Writes 16 rows x D sums, each times its row's factor. rows: those that exist.

@@ -73,6 +73,14 @@ struct Span {
     __device__ __forceinline__ bool is_beyond() const { return largest >= kTrustedLimit; }
 };
 
+#if !defined(TILERANK_HOST_BUILD)
+// A barrier of its own for kThreads threads, whole warps, of a block whose other warps do something else.
+template <int kThreads>
+__device__ __forceinline__ void barrier_among() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+#endif
+
 __device__ __forceinline__ unsigned warp_max(unsigned value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_max_sync(kFullMask, value);
@@ -100,7 +108,8 @@ struct Fit {
     unsigned smallest_less_1 = ~0u;  // bits of the smallest group above 0, less 1: 0 becomes the largest
 
     __device__ __forceinline__ void add_group(const float4& four) {
-        const float group = max_or_nan(max_or_nan(fabsf(four.x), fabsf(four.y)), max_or_nan(fabsf(four.z), fabsf(four.w)));
+        const float group =
+            max_or_nan(max_or_nan(fabsf(four.x), fabsf(four.y)), max_or_nan(fabsf(four.z), fabsf(four.w)));
         largest = max_or_nan(largest, group);
         smallest_less_1 = min(smallest_less_1, __float_as_uint(group) - 1u);
     }
@@ -146,13 +155,19 @@ class TileSplitter {
         if (D % kPanelColumns != 0) clear_padding();
     }
 
-    // Starts the copy of the block's tile `tile`, zeros beyond its last key, as the `at`-th tile of all. The other calls
-    // know it by that number.
-    __device__ __forceinline__ void copy(const QueryBlock& block, const AttentionArgs& args, int tile, int at) {
-        const int first = tile * kTileKeys;
-        const int keys = keys_below(block.any_row_sees, first, kTileKeys);
-        copy_rows(k_raw_[at & 1], block.k + first * args.k_token_stride, args.k_token_stride, keys);
-        copy_rows(v_raw_[at & 1], block.v + first * args.v_token_stride, args.v_token_stride, keys);
+    // Where the block's first tile lies for this thread.
+    __device__ __forceinline__ void begin(const QueryBlock& block, const AttentionArgs& args) {
+        k_from_ = block.k + row(0) * args.k_token_stride + column();
+        v_from_ = block.v + row(0) * args.v_token_stride + column();
+    }
+
+    // Starts the copy of the next tile, of which `keys` keys exist and the rest becomes zeros, as the `at`-th of all.
+    // The other calls know it by that number.
+    __device__ __forceinline__ void copy_next(const AttentionArgs& args, int keys, int at) {
+        copy_rows(k_raw_[at & 1], k_from_, args.k_token_stride, keys);
+        copy_rows(v_raw_[at & 1], v_from_, args.v_token_stride, keys);
+        k_from_ += kTileKeys * args.k_token_stride;
+        v_from_ += kTileKeys * args.v_token_stride;
         copy_async_commit();
     }
 
@@ -214,7 +229,7 @@ class TileSplitter {
 
     __device__ __forceinline__ void copy_rows(Raw& raw, const float* source, int64_t token_stride, int keys) {
         const auto copy_all = [&](auto copy_four) {
-            const float* from = source + row(0) * token_stride + column();
+            const float* from = source;
 #pragma unroll
             for (int round = 0; round < kRounds; ++round) {
                 if (takes_part(round)) copy_four(&raw[row(round)][column()], from, row(round) < keys);
@@ -278,14 +293,16 @@ class TileSplitter {
     Raw* k_raw_;  // [2]
     Raw* v_raw_;
     Spans* spans_;  // [2]
+    const float* k_from_;
+    const float* v_from_;
     int thread_;
     bool aligned_;
 };
 
 // ---- Rows of q in registers, as fragments of the matrix a of m16n8k16 (and of wgmma, a warp of 16 rows) ----
 
-// scale log2(e), as a number of at most 1 that is multiplied into q and a power of two that only scores meet: so q keeps
-// its range. A power far from 1 becomes infinity, which sends every row to attend_exactly.
+// scale log2(e), as a number of at most 1 that is multiplied into q and a power of two that only scores meet: so q
+// keeps its range. A power far from 1 becomes infinity, which sends every row to attend_exactly.
 struct ScoreFactor {
     float mantissa;
     float power;
@@ -387,8 +404,8 @@ struct TileFactors {
 
 // ---- Softmax ----
 
-// Weights are 2^kShift exp2(score - max) when the maximum is new, and may grow to 2^kMost before it is renewed: their two
-// terms are exact to 2^-22 of themselves, or 2^-25.
+// Weights are 2^kShift exp2(score - max) when the maximum is new, and may grow to 2^kMost before it is renewed: their
+// two terms are exact to 2^-22 of themselves, or 2^-25.
 template <int kShift = 13, int kMost = 15>
 struct SplitSoftmax {
     float reference = kLowestMax;  // weights are exp2(score - reference)
@@ -477,9 +494,13 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
             double score = -INFINITY;
             if (key < sees) {
                 const float* k = block.k + key * args.k_token_stride;
-                double dot = 0.0;
-                for (int d = 0; d < D; ++d) dot += static_cast<double>(q[d]) * k[d];
-                score = dot * (args.exact_scale * kLog2E);
+                double dots[4] = {};  // sums that do not wait for one another
+#pragma unroll 4
+                for (int d = 0; d < D; d += 4) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) dots[i] += static_cast<double>(q[d + i]) * k[d + i];
+                }
+                score = (dots[0] + dots[1] + dots[2] + dots[3]) * (args.exact_scale * kLog2E);
             }
             double new_max = score > max ? score : max;
 #pragma unroll
@@ -494,6 +515,7 @@ __device__ __noinline__ void attend_exactly(const AttentionArgs& args, const Que
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) accumulator[i] *= factor;
             const int keys = min(sees - first, kWarpSize);
+#pragma unroll 4
             for (int other = 0; other < keys; ++other) {
                 const double of_key = __shfl_sync(kFullMask, weight, other);
                 const float* v = block.v + (first + other) * args.v_token_stride;

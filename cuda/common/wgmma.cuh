@@ -18,7 +18,8 @@ namespace tilerank {
 __device__ __forceinline__ void fence_async_proxy() { TILERANK_HOPPER("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Registers of a warpgroup ----
-// A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some back.
+// A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some
+// back.
 
 template <int Registers>
 __device__ __forceinline__ void give_registers_back() {
@@ -39,13 +40,13 @@ __host__ __device__ constexpr int swizzled_offset(int row, int byte) {
     return offset ^ ((offset >> 7 & (kRowBytes / 16 - 1)) << 4);
 }
 
-// What describes such rows to wgmma. begin: in shared memory, in units of 16 bytes, as a sum that the compiler can keep;
-// stride: bytes between tiles that lie side by side.
+// What describes such rows to wgmma, in units of 16 bytes: where in shared memory they begin, and how far it is from
+// one part of columns to the next.
 template <int kRowBytes>
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t begin, int stride) {
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t begin, uint32_t stride) {
     constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
     constexpr uint32_t kHigh = 8 * kRowBytes >> 4 | kSwizzle << 30;
-    return static_cast<uint64_t>(kHigh) << 32 | (begin + (static_cast<uint32_t>(stride >> 4) << 16));
+    return static_cast<uint64_t>(kHigh) << 32 | (begin + (stride << 16));
 }
 
 // Before a warp's first product and after it has touched registers of one.
@@ -86,6 +87,20 @@ struct Wgmma<32> {
 };
 
 template <>
+struct Wgmma<40> {
+    template <typename Element, bool kTransposed>
+    static __device__ __forceinline__ void run(float (&sums)[5][4], const uint32_t (&a)[4], uint64_t b,
+                                               int add_flag) {
+        TILERANK_WGMMA("m64n40k16",
+                       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                       "%18, %19",
+                       "{%20, %21, %22, %23}, %24", "%25", "%26",
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]),
+                       TILERANK_SUMS(sums[3]), TILERANK_SUMS(sums[4]));
+    }
+};
+
+template <>
 struct Wgmma<64> {
     template <typename Element, bool kTransposed>
     static __device__ __forceinline__ void run(float (&sums)[8][4], const uint32_t (&a)[4], uint64_t b,
@@ -97,6 +112,22 @@ struct Wgmma<64> {
                        TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]),
                        TILERANK_SUMS(sums[3]), TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
                        TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]));
+    }
+};
+
+template <>
+struct Wgmma<72> {
+    template <typename Element, bool kTransposed>
+    static __device__ __forceinline__ void run(float (&sums)[9][4], const uint32_t (&a)[4], uint64_t b,
+                                               int add_flag) {
+        TILERANK_WGMMA("m64n72k16",
+                       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                       "%34, %35",
+                       "{%36, %37, %38, %39}, %40", "%41", "%42",
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]),
+                       TILERANK_SUMS(sums[3]), TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
+                       TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]), TILERANK_SUMS(sums[8]));
     }
 };
 

@@ -202,3 +202,7 @@ template <typename Number>
 tilerank::host::Pair16<Number> __hmax2(tilerank::host::Pair16<Number> a, tilerank::host::Pair16<Number> b) {
     return {Number(fmaxf(a.x, b.x)), Number(fmaxf(a.y, b.y))};
 }
+template <typename Number>
+bool __hble2(tilerank::host::Pair16<Number> a, tilerank::host::Pair16<Number> b) {
+    return float(a.x) <= float(b.x) && float(a.y) <= float(b.y);
+}

@@ -7,6 +7,7 @@
 // dims, layouts, and restrictions one by one and all together. --sample runs each of these and each length, but not all
 // of them at every length: under a sanitizer a case takes a hundred times longer. Exit code 1 when a value is wrong, 2 for
 // bad arguments.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -157,6 +158,7 @@ struct Case {
     bool packed;
     uint32_t masks;  // TILERANK_SERVES_... bits
     int heads;
+    int queries;  // a padded sequence's; a packed one has as many as keys
 };
 
 constexpr const char* kDtypeNames[] = {"fp32", "fp16", "bf16"};
@@ -189,14 +191,16 @@ struct Problem {
         const int64_t heads = c.heads;
         const int64_t kv_heads = heads > 1 ? heads / 2 : 1;
         const int64_t length = c.length;
+        const int64_t queries = c.queries;
         const int64_t dim = c.head_dim;
         const int64_t batch = c.packed ? 3 : (heads > 1 ? 2 : 1);
         offsets = {0, c.length, c.length + 1, c.length + 1 + c.length / 2};
         const int64_t rows = c.packed ? offsets.back() : batch * length;
-        q = random_values(&random, c.dtype, static_cast<size_t>(rows * heads * dim));
+        const int64_t q_rows = c.packed ? rows : batch * queries;
+        q = random_values(&random, c.dtype, static_cast<size_t>(q_rows * heads * dim));
         k = random_values(&random, c.dtype, static_cast<size_t>(rows * kv_heads * dim));
         v = random_values(&random, c.dtype, static_cast<size_t>(rows * kv_heads * dim));
-        out_elements = static_cast<size_t>(rows * heads * dim);
+        out_elements = static_cast<size_t>(q_rows * heads * dim);
         out = Bytes((out_elements + kGuard) * element_size(c.dtype));
         for (size_t i = 0; i < out_elements + kGuard; ++i) put(&out, c.dtype, i, NAN);
         const double scale = 1.0 / std::sqrt(static_cast<double>(dim));
@@ -213,8 +217,8 @@ struct Problem {
         // [batch, token, head, dim] in memory, as models hold it.
         padded.dtype = c.dtype, padded.causal = causal, padded.scale = scale;
         padded.batch = batch, padded.heads = heads, padded.kv_heads = kv_heads;
-        padded.q_len = padded.k_len = length, padded.head_dim = dim;
-        padded.q_strides[0] = padded.out_strides[0] = length * heads * dim;
+        padded.q_len = queries, padded.k_len = length, padded.head_dim = dim;
+        padded.q_strides[0] = padded.out_strides[0] = queries * heads * dim;
         padded.q_strides[1] = padded.out_strides[1] = dim;
         padded.q_strides[2] = padded.out_strides[2] = heads * dim;
         padded.k_strides[0] = padded.v_strides[0] = length * kv_heads * dim;
@@ -228,7 +232,7 @@ struct Problem {
         const bool boolean = c.masks & TILERANK_SERVES_BOOLEAN;
         if (boolean || c.masks & TILERANK_SERVES_ADDITIVE) {
             padded.mask_type = boolean ? TILERANK_MASK_BOOL : TILERANK_MASK_FP32;
-            const size_t entries = static_cast<size_t>(batch * length * length);  // one for all heads
+            const size_t entries = static_cast<size_t>(batch * queries * length);  // one for all heads
             mask = Bytes(entries * (boolean ? 1 : 4));
             for (size_t i = 0; i < entries; ++i) {
                 const uint32_t draw = random.next() % 8;
@@ -238,7 +242,7 @@ struct Problem {
                     put(&mask, TILERANK_FP32, i, draw < 5 ? static_cast<float>(draw) / 4.0f : -INFINITY);
                 }
             }
-            padded.mask_strides[0] = length * length;
+            padded.mask_strides[0] = queries * length;
             padded.mask_strides[2] = length;
             padded.mask_strides[3] = 1;
         }
@@ -328,13 +332,15 @@ std::vector<Case> cases_of(const tilerank_variant& row, int length) {
             const bool packed = layout == TILERANK_LAYOUT_PACKED;
             for (const int head_dim : dims_of(row, length)) {
                 for (const uint32_t masks : masks_of(row, packed)) {
-                    cases.push_back({dtype, head_dim, length, packed, masks, heads});
+                    cases.push_back({dtype, head_dim, length, packed, masks, heads, length});
                 }
             }
         }
     }
     return cases;
 }
+
+constexpr int kSampledQueries = 65;  // two blocks of most kernels; packed sequences stay whole
 
 // Of the cases at the length with this number, its share: over all lengths each kind of case comes once, and each length
 // has one.
@@ -343,7 +349,8 @@ std::vector<Case> sample_of(const std::vector<Case>& cases, size_t number, size_
     for (size_t kind = 0; kind < cases.size(); ++kind) {
         if (kind % lengths != number && kind != number % cases.size()) continue;
         sample.push_back(cases[kind]);
-        sample.back().heads = cases[kind].heads > 1 ? 2 : 1;
+        sample.back().heads = std::min(cases[kind].heads, 2);
+        sample.back().queries = std::min(cases[kind].length, kSampledQueries);
     }
     return sample;
 }

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,8 +21,8 @@ from tilerank import tracking
 from tilerank.errors import TilerankError
 from tilerank.moments import Commit, Moment, is_shallow, read_moments
 from tilerank.report import Record
-from tilerank.report.analysis import measurements, rungs_before
-from tilerank.report.counters import counters_of
+from tilerank.report.analysis import measured_by_precision, rungs_before
+from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time, timed_case
 from tilerank.report.records import lookup, merge
 from tilerank.report.tables import commit_text, headline, measure, ratio, share, short, signed
@@ -108,8 +108,7 @@ def read_history(root: Path) -> History:
     skipped = ["what is older than this shallow clone (`git fetch --unshallow`)"] if is_shallow(root) else []
     for key, moment in latest.items():
         try:
-            step = _rung_step(moment, key[1], first[key].commit)
-            steps += [] if step is None else [step]
+            steps += _rung_steps(moment, key[1], first[key].commit)
         except TilerankError as error:
             skipped.append(f"{moment.commit.id[:10]}, {key[1]}: {error}")
     previous: dict[str, Moment] = {}
@@ -225,28 +224,43 @@ def _write(client: Any, experiment_id: str, step: Step, digest: str) -> None:
 # --- steps of the ladder ---------------------------------------------------------------------------------------
 
 
-def _rung_step(moment: Moment, variant: str, recorded_in: Commit) -> Step | None:
-    """The variant's step; None when its record has no figures of it."""
-    record = moment.record(f"bench_attention_{variant}")
-    measured = measurements(moment.records)
-    if record is None or variant not in measured:
-        return None
-    row, values = moment.variants.get(variant, {}), measured[variant]
-    precision = values.get("precision", "fp32")
-    before = rungs_before(measured, moment.variants).get(variant)
+def _rung_steps(moment: Moment, variant: str, recorded_in: Commit) -> Iterator[Step]:
+    """A step for each precision at which the variant's record has figures.
+
+    What was predicted and what the profiler counted belongs to the first of them.
+    """
+    measured = measured_by_precision(moment.records)
+    precisions = [precision for precision, rungs in measured.items() if variant in rungs]
+    for precision in precisions:
+        rungs = measured[precision]
+        own = precision == precisions[0]
+        yield _rung_step(moment, variant, precision, rungs, recorded_in, own)
+
+
+def _rung_step(
+    moment: Moment,
+    variant: str,
+    precision: str,
+    rungs: Mapping[str, Mapping[str, Any]],
+    recorded_in: Commit,
+    own: bool,
+) -> Step:
+    """rungs: what was measured of every variant at this precision. own: whether prediction and counters are of it."""
+    row, values = moment.variants.get(variant, {}), rungs[variant]
+    before = rungs_before(rungs, moment.variants).get(variant)
     resources, ladder = {}, {}
-    for key, value in values.items():
+    for key, value in tracking.flatten(values).items():
         if _is_number(value):
             (resources if key in _RESOURCES else ladder)[key] = float(value)
     if "rung" in row:
         ladder["rung"] = float(row["rung"])
     if before is not None:
-        ladder["gain_over_rung_before"] = measured[before]["us"] / values["us"]
-    predicted = predicted_time(row.get("prediction", ""), values)
+        ladder["gain_over_rung_before"] = rungs[before]["us"] / values["us"]
+    predicted = predicted_time(row.get("prediction", ""), values) if own else None
     if predicted is not None:
         ladder |= {"predicted_us": predicted.us, "measured_over_predicted": predicted.measured / predicted.us}
     ranking = _ranking_with(moment, variant, precision)
-    counters = counters_of(moment.records).get(variant)
+    counters = counters_of(moment.records).get(variant) if own else None
     grouped = {
         "ladder": ladder,
         "resources": resources,
@@ -254,19 +268,20 @@ def _rung_step(moment: Moment, variant: str, recorded_in: Commit) -> Step | None
         "stall": counters.stalls if counters is not None else {},
         "ncu": counters.figures if counters is not None else {},
     }
-    params = {"variant": variant, "precision": precision, "timed": timed_case(values)}
+    record = moment.record(f"bench_attention_{variant}")
+    assert record is not None  # the step exists because the record does
     named = {key: str(values[key]) for key in _NAMED if key in values}
     return Step(
         workload=LADDER_WORKLOAD,
         name=variant if precision == "fp32" else f"{variant} {precision}",
         time=_time(record),
-        params=params,
+        params={"variant": variant, "precision": precision, "timed": timed_case(values)},
         # MLflow's chart page makes a section of what stands before the slash.
         metrics={f"{group}/{key}": value for group, figures in grouped.items() for key, value in figures.items()},
         tags={**named, **_tags(moment, record, recorded_in)},
-        description=_rung_note(moment, variant, row, values, ladder, ranking, before),
+        description=_rung_note(moment, variant, row, values, ladder, ranking, before, counters),
         moment=moment,
-        sections=("ladder", "counters"),
+        sections=("ladder", "predicted", "counters", "rungs"),
     )
 
 
@@ -284,6 +299,7 @@ def _rung_note(
     ladder: Mapping[str, float],
     ranking: Mapping[str, Any],
     before: str | None,
+    counters: Counters | None,
 ) -> str:
     got = []
     if "us" in values:
@@ -303,7 +319,6 @@ def _rung_note(
     if "max_abs_error" in values:
         sdpa = f", SDPA's {values['sdpa_max_abs_error']:.1e}" if "sdpa_max_abs_error" in values else ""
         got.append(f"largest error against float64 {values['max_abs_error']:.1e}{sdpa}")
-    counters = counters_of(moment.records).get(variant)
     if counters is not None:
         reasons = " and ".join(f"{reason} ({share(part)})" for reason, part in counters.main_reasons)
         got.append(f"bound by {counters.bound_by}; warps wait most for {reasons}")
@@ -360,7 +375,7 @@ def _pipeline_step(moment: Moment, previous: Moment | None) -> Step:
         tags=_tags(moment, latest, moment.commit),
         description=_pipeline_note(moment, previous),
         moment=moment,
-        sections=tuple(sorted({"workload", "profile", "drop_in", "rerank", "quality", "ladder", "attention"})),
+        sections=("workload", "profile", "drop_in", "rerank", "quality", "ladder", "attention"),
     )
 
 

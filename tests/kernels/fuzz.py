@@ -7,6 +7,7 @@ A case is drawn from what a row serves and is known by its record, which a failu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from dataclasses import dataclass
@@ -109,6 +110,17 @@ def in_memory(kind, x, turned):
     return memory[1:].view(x.shape)
 
 
+@contextlib.contextmanager
+def poisoned_memory():
+    """Fill what torch.empty returns with NaN, so that a row nobody wrote is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def excess(case, device="cuda"):
     """How far beyond its bound the worst element of the case is, as a tensor: not above 0 where all is right."""
     row = registry.get(case.row)
@@ -137,7 +149,8 @@ def excess(case, device="cuda"):
     if case.layout == "padded":
         laid_out = [in_memory(case.memory, x, turned=True) for x in (q, k, v)]
         lengths_given = {"key_lengths": lengths} if case.hides_keys else {}
-        out = tilerank.attention(*laid_out, **given, **lengths_given, variant=case.row)
+        with poisoned_memory():
+            out = tilerank.attention(*laid_out, **given, **lengths_given, variant=case.row)
     else:
         bounds = [
             torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device)
@@ -145,7 +158,10 @@ def excess(case, device="cuda"):
         ]
         packed = [x.transpose(1, 2)[kept] for x, kept in ((q, rows), (k, keys), (v, keys))]
         laid_out = [in_memory(case.memory, x, turned=False) for x in packed]
-        flat = tilerank.attention_varlen(*laid_out, *bounds, longest_q, longest_k, causal=case.causal, variant=case.row)
+        with poisoned_memory():
+            flat = tilerank.attention_varlen(
+                *laid_out, *bounds, longest_q, longest_k, causal=case.causal, variant=case.row
+            )
         out = torch.zeros_like(q).transpose(1, 2)
         out[rows] = flat
         out = out.transpose(1, 2)

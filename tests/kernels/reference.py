@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -103,7 +104,10 @@ def sdpa(
     causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """torch's own answer at the inputs' dtype, the yardstick of every tolerance. Rows that see no key are zeros."""
+    """torch's own answer at the inputs' dtype, the yardstick of every tolerance. Rows that see no key are zeros.
+
+    Without cuDNN, which compiles a plan for every new shape: up to a second for each call of a test.
+    """
     batch, heads, q_len, _ = q.shape
     group, k_len = heads // k.shape[1], k.shape[2]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -116,7 +120,8 @@ def sdpa(
     # A row without a key would be NaN in some backends: let it see everything and clear it afterwards.
     empty = ~seen.any(-1, keepdim=True)
     bias = bias.masked_fill(~(seen | empty), -math.inf).masked_fill(empty, 0.0)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
     return out.masked_fill(empty, 0.0)
 
 

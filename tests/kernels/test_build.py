@@ -348,16 +348,26 @@ def test_gencode_flags() -> None:
         build.gencode("80-magic")
 
 
+@pytest.mark.parametrize(
+    ("backend", "archs", "message"),
+    [
+        ("cuda", "native", "--archs native: this machine has no CUDA device; name the architectures\n"),
+        ("cuda", "70-real", "--archs names '70-real'; allowed: all, native, or numbers from 75 "),
+        ("cuda", "80-real;hopper", "--archs names 'hopper'; allowed: "),
+        ("cuda", "", "--archs names ''; allowed: "),
+        ("cpu", "80-real", "--archs 80-real: backend cpu compiles for no GPU; leave it out\n"),
+    ],
+)
 def test_the_command_line_says_what_is_wrong_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    backend: str, archs: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "present_capabilities", lambda: ())
     with pytest.raises(SystemExit) as stop:
-        build.main(["--backend", "cuda", "--archs", "native"])
+        build.main(["--backend", backend, "--archs", archs])
     assert stop.value.code == 1
-    assert capsys.readouterr().err == (
-        "build: --archs native: this machine has no CUDA device; name the architectures\n"
-    )
+    said = capsys.readouterr().err
+    assert said.startswith(f"build: {message}")
+    assert said.count("\n") == 1
 
 
 # ---- With nvcc ----

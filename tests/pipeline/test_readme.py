@@ -87,12 +87,13 @@ def test_no_page_has_a_command_that_nothing_runs(repository: Path) -> None:
     assert walked == WALK
 
 
-def test_experiments_name_a_machine_that_every_reader_has(repository: Path) -> None:
-    """The record's own machine is not: its stages would stop the experiment anywhere else."""
-    experiments = [line for line in _commands(repository) if line.startswith("dvc exp run")]
+def test_experiments_run_with_what_every_reader_has(repository: Path) -> None:
+    """The record's machine, data and model are not: an experiment with them would stop anywhere else."""
+    commands = _commands(repository / "docs" / "measuring.md")
+    experiments = [line for line in commands if line.startswith("dvc exp run")]
     assert len(experiments) >= 2
     for command in experiments:
-        assert "-S machine=cpu" in command, command
+        assert "-S experiment=quickstart -S machine=cpu" in command, command
 
 
 def test_programs_run(repository: Path) -> None:

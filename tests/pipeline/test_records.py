@@ -178,19 +178,19 @@ def test_the_committed_records_tell_the_truth(repository: Path) -> None:
 
 def test_the_committed_pages_show_what_the_records_say(repository: Path) -> None:
     """No figure or picture in README and docs differs from its record, by hand or by a report that was not run."""
-    from stages.report import PICTURES
+    from stages.report import PAGES, PICTURES, page_tables
     from tilerank import report
     from tilerank.kernels import registry
-    from tilerank.report.variants import doc_tables
 
     machine = load_settings(repository / "params.yaml").machine.name
-    rows = registry.attention_rows()
-    captions = {row.name: f"Expected: {row.prediction}" for row in rows}
+    predictions = {row.name: row.prediction for row in registry.attention_rows()}
     committed = report.read_records(repository / "metrics" / machine)
-    tables = report.readme_tables(committed, tuple(captions)) | doc_tables(rows)
-    for name in ("README.md", "docs/ladder.md", "docs/kernels.md"):
+    tables = page_tables(committed)
+    for name in PAGES:
         text = (repository / name).read_text(encoding="utf-8")
         assert text == report.update_markers(text, tables), f"{name}: run `dvc repro --single-item report`"
-    drawn = {picture.name: picture.standalone for picture in report.build_report(committed, machine, captions).pictures}
+    drawn = {
+        picture.name: picture.standalone for picture in report.build_report(committed, machine, predictions).pictures
+    }
     for name in PICTURES:
         assert (repository / f"docs/pictures/{name}.svg").read_text(encoding="utf-8") == drawn[name], name

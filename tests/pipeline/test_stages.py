@@ -95,6 +95,16 @@ def test_a_what_if_is_kept_apart_and_another_machine_is_refused(project) -> None
     assert _digests(project.root / "metrics") | _digests(project.root / "data" / "candidates") == before
 
 
+def test_an_experiment_in_a_shallow_clone_is_refused(project, tmp_path: Path) -> None:
+    """DVC would run it, exit with 0 and keep nothing of it."""
+    project.check(f"git clone -q --depth 1 file://{project.root} {tmp_path / 'shallow'}")
+    shallow = type(project)(tmp_path / "shallow")
+    answer = shallow.run("dvc exp run --temp -S dataset.passages=250 prepare_data")
+    assert answer.returncode != 0
+    assert "is a shallow clone" in answer.stderr + answer.stdout
+    assert "git fetch --unshallow" in answer.stderr + answer.stdout
+
+
 def test_a_few_steps_of_training_run_on_any_machine(project) -> None:
     """The record's settings name a machine, and the stage stops on any other."""
     assert "stages.finetune --steps 3 machine=cpu" in project.check("make -n model STEPS=3")

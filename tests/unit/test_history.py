@@ -208,6 +208,25 @@ def test_a_rung_measured_again_is_a_run_of_its_own(book: Book) -> None:
     assert sorted(times) == [900.0, 1000.0]
 
 
+def test_each_precision_of_a_variant_is_a_run(book: Book) -> None:
+    half = rung(100.0, precision="fp16", layout="packed", floors={"exps_us": 30.0})
+    bf16 = {**half, "us": 120.0, "precision": "bf16"}
+    book.record("bench_attention_mma", rungs={"fp16": {"mma": half}, "bf16": {"mma": bf16}})
+    book.record("profile_kernels_mma", profile_kernels={"mma": {"available": True, "kernels": {"0": STALLS}}})
+    row = '    mma: {file: attention/03_mma.cu, rung: 3, prediction: "90 us packed."}\n'
+    book.write("cuda/registry.yaml", REGISTRY + row)
+    book.commit("Use tensor cores")
+    history.import_history(book.root)
+    runs = book.runs("seed")
+    assert set(runs) == {"naive", "tiled", "mma fp16", "mma bf16"}
+    first, second = (runs[f"mma {precision}"].data.metrics for precision in ("fp16", "bf16"))
+    assert (first["ladder/us"], first["ladder/predicted_us"], first["ladder/floors.exps_us"]) == (100.0, 90.0, 30.0)
+    assert "stall/short_scoreboard" in first
+    assert second["ladder/us"] == 120.0
+    assert not {"ladder/predicted_us", "stall/short_scoreboard"} & set(second), "these are of the first precision"
+    assert "ladder/gain_over_rung_before" not in first, "another precision's rung is not the one before"
+
+
 def test_a_commit_that_changes_no_figure_is_no_step(book: Book) -> None:
     path = book.root / "metrics/t4/bench_rerank.json"
     path.write_text(path.read_text(encoding="utf-8").replace("10:00:00", "11:00:00"), encoding="utf-8")

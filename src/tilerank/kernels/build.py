@@ -244,6 +244,16 @@ def archs_for(capabilities: tuple[int, ...]) -> str:
     return ";".join(dict.fromkeys(names[capability] for capability in capabilities))
 
 
+def _check_archs(archs: str) -> None:
+    for arch in archs.split(";"):
+        number = re.fullmatch(r"(\d+)[a-z]?(?:-real|-virtual)?", arch)
+        if number is None or int(number.group(1)) < 75:
+            raise TilerankError(
+                f"--archs names {arch!r}; allowed: all, native, or numbers from 75 (nvcc 13 knows no older GPU), "
+                "each with -real, -virtual or nothing behind it, separated by ';'"
+            )
+
+
 def gencode(arch: str) -> list[str]:
     """nvcc's flags for one entry of a list such as ALL_ARCHS: ``90a-real`` is machine code, ``90-virtual`` PTX."""
     number, _, kind = arch.partition("-")
@@ -513,8 +523,11 @@ def main(arguments: list[str] | None = None) -> None:
             archs = ALL_ARCHS if options.archs == "all" else options.archs
             if archs == "native":
                 archs = archs_for(present_capabilities())
-            if not archs:
-                raise TilerankError("--archs native: this machine has no CUDA device; name the architectures")
+                if not archs:
+                    raise TilerankError("--archs native: this machine has no CUDA device; name the architectures")
+            _check_archs(archs)
+        elif options.archs != "all":
+            raise TilerankError(f"--archs {options.archs}: backend {backend} compiles for no GPU; leave it out")
         print(build(Target(backend, archs)).path)
     except TilerankError as error:
         print(f"build: {error}", file=sys.stderr)

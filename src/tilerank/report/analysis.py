@@ -57,9 +57,19 @@ def analyse(records: Sequence[Record], predictions: Mapping[str, str]) -> dict[s
 def measurements(records: Sequence[Record]) -> dict[str, Mapping[str, Any]]:
     """Variant -> what bench_attention measured of it: in the ladder, else at the first precision that it serves."""
     found: dict[str, Mapping[str, Any]] = {}
-    for section in (*(f"rungs.{precision}" for precision in reversed(PRECISIONS)), "ladder"):
+    for rungs in reversed(measured_by_precision(records).values()):
+        found |= rungs
+    return found
+
+
+def measured_by_precision(records: Sequence[Record]) -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Precision -> variant -> what bench_attention measured; fp32 is the ladder."""
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for precision in PRECISIONS:
         for record in records:
-            found |= lookup(record.values, section) or {}
+            rungs = lookup(record.values, "ladder" if precision == "fp32" else f"rungs.{precision}")
+            if rungs:
+                found.setdefault(precision, {}).update(rungs)
     return found
 
 
