@@ -18,7 +18,7 @@ TOKEN_STEP = 256
 for twice the graphs."""
 
 MOST_SEQUENCES = 1024
-MOST_GRAPHS = 32
+MOST_GRAPHS = 64
 """The least recently used graph is dropped for a new one beyond this."""
 
 Body: TypeAlias = Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]

@@ -53,17 +53,25 @@ def test_scores_are_the_padded_models(folder: Path, path: str, precision: str) -
 
 
 @pytest.mark.parametrize("attention", ["auto", "naive"])
-def test_a_kernel_runs_packed_and_in_a_graph(folder: Path, attention: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_kernel_runs_packed_and_in_a_graph(tmp_path: Path, attention: str, precision: str) -> None:
     from tilerank.kernels import library
 
     library.load()
+    # One head of 32, which every kernel serves.
+    folder = write_tiny_bert(tmp_path / "m", positions=128, config={"num_attention_heads": 1})
     texts = passages(40)
-    expected = reranker(folder, "packed").score([(QUERY, text) for text in texts]).logits
-    ours = reranker(folder, "graphs", attention=attention)
-    assert ours.attention not in ("varlen", "mem_efficient")
-    for _ in range(2):
-        found = ours.score([(QUERY, text) for text in texts]).logits
-        np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
+    exact, unmodified = (
+        HuggingFaceScorer(folder, "cross-encoder", dtype, "cuda", 128, batch_size=16).score(QUERY, texts)
+        for dtype in ("fp64", precision)
+    )
+    own = np.abs(unmodified - exact).max()
+    for path in ("packed", "graphs"):
+        ours = reranker(folder, path, precision, attention)
+        assert ours.attention not in ("varlen", "mem_efficient"), ours.attention
+        for _ in range(2):
+            found = ours.score([(QUERY, text) for text in texts]).logits
+            assert np.abs(found - exact).max() <= 3 * own + 1e-6
 
 
 def encoder_of(ours: Reranker) -> PackedEncoder:
