@@ -62,17 +62,16 @@ def source_state(root: Path) -> SourceState:
     packed = root / SOURCE_FILE
     top = _git(root, "rev-parse", "--show-toplevel")
     commit = _git(root, "rev-parse", "HEAD") if top is not None and Path(top).resolve() == root.resolve() else None
-    if commit is not None:
-        changes = _git(root, "status", "--porcelain", "--", *SOURCE_PATHS)
-        return SourceState(commit, dirty=bool(changes), source_hash=here)
-    if packed.exists():  # also in a repository that has no commit yet: a copy may have been put into one
+    dirty = commit is None or bool(_git(root, "status", "--porcelain", "--", *SOURCE_PATHS))
+    if dirty and packed.exists():  # a copy may have been put into a repository without a commit, or over another one
         try:
             record = json.loads(packed.read_text(encoding="utf-8"))
-            commit, dirty, expected = record["commit"], bool(record["dirty"]), record["source_hash"]
+            stated = SourceState(record["commit"], bool(record["dirty"]) or record["source_hash"] != here, here)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise TilerankError(f"{packed} is damaged ({error}); write it again with `make pack`") from error
-        return SourceState(commit, dirty=dirty or expected != here, source_hash=here)
-    return SourceState(None, dirty=True, source_hash=here)
+        if commit is None or not stated.dirty:
+            return stated
+    return SourceState(commit, dirty=dirty, source_hash=here)
 
 
 def write_source_file(root: Path, destination: Path) -> SourceState:

@@ -59,6 +59,19 @@ def test_a_packed_copy_knows_its_commit_and_notices_an_edit(checkout: Path, tmp_
         provenance.source_state(copy)
 
 
+def test_a_packed_copy_over_another_commit_is_what_was_packed(checkout: Path) -> None:
+    first = provenance.source_state(checkout)
+    (checkout / "src" / "a.py").write_text("x = 2\n", encoding="utf-8")
+    _git(checkout, "commit", "-qam", "second")
+    second = provenance.source_state(checkout)
+    provenance.write_source_file(checkout, checkout)
+    _git(checkout, "reset", "-q", "--soft", str(first.commit))
+    assert provenance.source_state(checkout) == second
+    (checkout / "src" / "a.py").write_text("x = 3\n", encoding="utf-8")
+    edited = provenance.source_state(checkout)
+    assert (edited.commit, edited.dirty) == (first.commit, True)
+
+
 def test_a_copy_inside_another_checkout_is_not_taken_for_it(checkout: Path) -> None:
     inner = checkout / "build" / "copy"
     (inner / "src").mkdir(parents=True)
