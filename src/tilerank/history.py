@@ -279,7 +279,7 @@ def _rung_step(
     before = rungs_before(rungs, moment.variants).get(variant)
     resources, ladder = {}, {}
     for key, value in tracking.flatten(values).items():
-        if _is_number(value):
+        if _is_number(value) and (key, value) != ("occupancy", 0):  # torch's profiler then has no estimate
             (resources if key in _RESOURCES else ladder)[key] = float(value)
     if "rung" in row:
         ladder["rung"] = float(row["rung"])
