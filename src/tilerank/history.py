@@ -24,7 +24,7 @@ from tilerank.report import Record
 from tilerank.report.analysis import measured_by_precision, rungs_before
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time, timed_case
-from tilerank.report.records import lookup, merge
+from tilerank.report.records import PRECISIONS, lookup, merge
 from tilerank.report.tables import commit_text, headline, measure, ratio, share, short, signed
 
 FORMAT = 1
@@ -33,7 +33,18 @@ FORMAT = 1
 LADDER_WORKLOAD = "seed"
 """What bench_attention times every variant on."""
 
+_LADDER_FIGURES = ("ladder/us", "ladder/gain_over_rung_before", "ladder/speedup_vs_sdpa", "ranking/ndcg10")
+_PIPELINE_FIGURES = (
+    *(f"rerank.{precision}.{figure}" for precision in PRECISIONS for figure in ("ms", "speedup_vs_cross_encoder")),
+    *(f"quality.reranker.{precision}.ndcg10" for precision in PRECISIONS),
+    "quality.baseline_ndcg10",
+)
+
+_VIEW = "steps"
+"""Key of the view that `pages` opens: of its own, MLflow draws ten runs only and lists them without a figure."""
+
 _NOTE = "mlflow.note.content"
+_TAG_VIEW = f"mlflow.sharedViewState.{_VIEW}"
 _TAG_STEP = "tilerank.history"  # digest of what the run holds
 _LONGEST_NOTE = 4500  # characters; MLflow takes 5,000 on an experiment
 _MACHINE_TAGS = ("gpu", "cpu", "driver", "cuda", "torch", "python", "source_hash")
@@ -148,9 +159,10 @@ def _bring_in_line(root: Path, history: History) -> Imported:
     added = kept = removed = 0
     for name, group in wanted.items():
         experiment_id = tracking.ensure_experiment(client, root, name)
-        note = _workload_note(group) if group else ""
-        if client.get_experiment(experiment_id).tags.get(_NOTE) != note:
-            client.set_experiment_tag(experiment_id, _NOTE, note)
+        note, view = (_workload_note(group), _view(group)) if group else ("", "{}")
+        for tag, value in ((_NOTE, note), (_TAG_VIEW, view)):
+            if client.get_experiment(experiment_id).tags.get(tag) != value:
+                client.set_experiment_tag(experiment_id, tag, value)
         present = {}
         for run in tracking.search(client, experiment_id, "tags.kind = 'history'"):
             digest = run.data.tags[_TAG_STEP]
@@ -175,15 +187,32 @@ def pages(root: Path) -> dict[str, str]:
     """What was imported: label -> address of its charts below the UI's, the ladder first and in its order."""
     client = tracking.open_client(root)
     found = _imported_workloads(client)
-    view = f"{tracking.UI_VIEW}&compareRunsMode=CHART"
-    orders = {LADDER_WORKLOAD: "metrics.%60ladder%2Frung%60&orderByAsc=true"}
+    view = f"{tracking.UI_VIEW}&compareRunsMode=CHART&viewStateShareKey={_VIEW}"
     return {
         "Ladder" if workload == LADDER_WORKLOAD else f"Steps on {workload}": (
             f"#/experiments/{found[workload]}/runs?{view}"
-            f"&orderByKey={orders.get(workload, 'attributes.start_time&orderByAsc=true')}"
         )
         for workload in sorted(found, key=lambda workload: (workload != LADDER_WORKLOAD, workload))
     }
+
+
+def _view(steps: Sequence[Step]) -> str:
+    """What the UI shows of a workload, in the UI's own words: every run, in order, its main figures as columns."""
+    is_ladder = steps[0].workload == LADDER_WORKLOAD
+    params = ["params.`precision`"] if is_ladder else []
+    state = {
+        "runsHiddenMode": "SHOW_ALL",
+        "orderByKey": "metrics.`ladder/rung`" if is_ladder else "attributes.start_time",
+        "orderByAsc": True,
+        "selectedColumns": [*params, *(f"metrics.`{figure}`" for figure in _figures(steps))],
+    }
+    return json.dumps(state)
+
+
+def _figures(steps: Sequence[Step]) -> list[str]:
+    """The metrics that a workload's steps are compared by, those that were measured."""
+    wanted = _LADDER_FIGURES if steps[0].workload == LADDER_WORKLOAD else _PIPELINE_FIGURES
+    return [figure for figure in wanted if any(figure in step.metrics for step in steps)]
 
 
 def _imported_workloads(client: Any) -> dict[str, str]:
@@ -250,7 +279,7 @@ def _rung_step(
     before = rungs_before(rungs, moment.variants).get(variant)
     resources, ladder = {}, {}
     for key, value in tracking.flatten(values).items():
-        if _is_number(value):
+        if _is_number(value) and (key, value) != ("occupancy", 0):  # torch's profiler then has no estimate
             (resources if key in _RESOURCES else ladder)[key] = float(value)
     if "rung" in row:
         ladder["rung"] = float(row["rung"])
@@ -347,7 +376,12 @@ def _answer(moment: Moment, variant: str) -> str:
     """What docs/ladder.md says about the variant."""
     text = moment.file("docs/ladder.md") or ""
     found = re.search(rf"^### `{re.escape(variant)}`\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    return found[1].strip() if found else ""
+    return _unwrapped(found[1].strip()) if found else ""
+
+
+def _unwrapped(text: str) -> str:
+    """Markdown with each paragraph and list item on one line: MLflow breaks lines where the source does."""
+    return re.sub(r"(?<!\n)\n[ \t]*(?![ \t\n|#>]|[-*] |\d+\. )", " ", text)
 
 
 def _not_ranked(moment: Moment) -> str:
@@ -401,7 +435,7 @@ def _pipeline_note(moment: Moment, previous: Moment | None) -> str:
     ]
     return _note(
         [
-            ("Tried", "\n\n".join(filter(None, (moment.commit.subject, moment.commit.body)))),
+            ("Tried", "\n\n".join(filter(None, (moment.commit.subject, _unwrapped(moment.commit.body))))),
             ("Predicted", "\n".join(predicted) or "–"),
             ("Got", "\n".join(got) or "–"),
             ("Did ranking change?", "\n".join(f"- {line}" for line in ranking if line) or "Not measured."),
@@ -435,8 +469,9 @@ def _workload_note(steps: Sequence[Step]) -> str:
         return (
             "One run a commit that changed the pipeline's records, raw text to scores. Each run's description says "
             "what was tried, predicted and got, and whether ranking changed; `report.html` among its artifacts has "
-            "every table and picture. Columns to compare: `rerank.fp32.ms`, `rerank.fp32.speedup_vs_cross_encoder`, "
-            "`quality.reranker.fp32.ndcg10`, `quality.baseline_ndcg10`."
+            "every table and picture. Columns to compare: "
+            + ", ".join(f"`{figure}`" for figure in _figures(steps))
+            + "."
         )
     lines = [
         "Attention alone: one run a rung of the ladder and measurement. `ladder/us` is its time, "
@@ -453,17 +488,21 @@ def _workload_note(steps: Sequence[Step]) -> str:
             lines.append(
                 f"- {machine}: the step that gained most is `{best}`, {ratio(gains[best])} over the one before."
             )
-        timed = {name: step.metrics["ladder/us"] for name, step in latest.items() if "ladder/us" in step.metrics}
-        if timed:
-            quickest = min(timed, key=lambda name: timed[name])
-            lines.append(f"- {machine}: the quickest is `{quickest}`, {short(timed[quickest])} µs.")
-        for name, step in latest.items():
-            ranking = {
-                key.removeprefix("ranking/"): value for key, value in step.metrics.items() if key.startswith("ranking/")
-            }
-            if ranking:
-                told = _ranking_text(step.moment.summary, ranking)
-                lines.append(f"- {machine}: did ranking change? With `{name}` in the unmodified model: {told}")
+        for precision in PRECISIONS:
+            own = {name: step for name, step in latest.items() if step.params["precision"] == precision}
+            timed = {name: step.metrics["ladder/us"] for name, step in own.items() if "ladder/us" in step.metrics}
+            if timed:
+                quickest = min(timed, key=lambda name: timed[name])
+                lines.append(f"- {machine}: the quickest at {precision} is `{quickest}`, {short(timed[quickest])} µs.")
+            for name, step in own.items():
+                ranking = {
+                    key.removeprefix("ranking/"): value
+                    for key, value in step.metrics.items()
+                    if key.startswith("ranking/")
+                }
+                if ranking:
+                    told = _ranking_text(step.moment.summary, ranking)
+                    lines.append(f"- {machine}: did ranking change? With `{name}` in the unmodified model: {told}")
     return "\n".join(lines)
 
 

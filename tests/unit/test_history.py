@@ -35,7 +35,12 @@ Held, as expected.
 
 ### `tiled`
 
-Bound by shared memory.
+Bound by shared memory, which
+serves `tiled`. Then:
+
+- first, and
+  more;
+- second.
 
 ## More
 """
@@ -158,7 +163,7 @@ def test_descriptions_say_what_was_tried_predicted_and_got(book: Book) -> None:
         "bound by shared memory; warps wait most for short_scoreboard (50.0 %) and long_scoreboard (12.5 %)",
         "nDCG@10 0.7600, the unmodified model's 0.7600, 95 % interval of the difference -0.0020 to +0.0030, "
         "top ten equal for 99.0 % of 300 queries. No difference was found.",
-        "### Why\n\nBound by shared memory.",
+        "### Why\n\nBound by shared memory, which serves `tiled`. Then:\n\n- first, and more;\n- second.",
     ):
         assert part in text, text
     assert (
@@ -173,7 +178,26 @@ def test_descriptions_say_what_was_tried_predicted_and_got(book: Book) -> None:
     client = tracking.open_client(book.root)
     note = client.get_experiment_by_name("workload seed").tags["mlflow.note.content"]
     assert "t4: the step that gained most is `tiled`, 2.00× over the one before" in note
+    assert "t4: the quickest at fp32 is `tiled`, 1,000 µs" in note
     assert "t4: did ranking change? With `tiled` in the unmodified model: nDCG@10 0.7600, " in note
+
+
+def test_the_pages_show_every_run_and_columns_that_runs_have(book: Book) -> None:
+    history.import_history(book.root)
+    client = tracking.open_client(book.root)
+    addresses = history.pages(book.root)
+    assert list(addresses) == ["Ladder", "Steps on scifact"]
+    for address, workload in zip(addresses.values(), ("seed", "scifact"), strict=True):
+        key = address.rpartition("viewStateShareKey=")[2]
+        experiment = client.get_experiment_by_name(history.experiment_name(workload))
+        view = json.loads(experiment.tags[f"mlflow.sharedViewState.{key}"])
+        assert f"/experiments/{experiment.experiment_id}/" in address
+        assert view["runsHiddenMode"] == "SHOW_ALL"
+        logged = {f"metrics.`{name}`" for run in book.runs(workload).values() for name in run.data.metrics}
+        columns = {column for column in view["selectedColumns"] if column.startswith("metrics.")}
+        assert columns, "a table without a figure says nothing"
+        assert columns <= logged
+        assert view["orderByKey"] in logged | {"attributes.start_time"}
 
 
 def test_pictures_and_the_report_are_attached(book: Book) -> None:

@@ -479,6 +479,8 @@ def test_time_of_what_failed_its_check_is_fail_with_the_reason():
     assert "| fused | FAIL | 40 |" in text
     assert "| naive | 3.00 | – |" in text
     assert "FAIL, fused: error 2 is above 1." in text
+    whole = table_of("ladder", {"fused": {"failure": "Barrier error detected. Divergent threads."}})
+    assert "Divergent threads.\n" in f"{whole}\n", "a reason that is a sentence ends once"
 
 
 def test_peer_that_failed_its_check_is_fail_and_the_others_keep_their_times():
@@ -488,6 +490,12 @@ def test_peer_that_failed_its_check_is_fail_and_the_others_keep_their_times():
     ours = table_of("rerank", {"fp32": {"failures": {"tilerank": "off by 1"}, "cross_encoder_ms": 9.0}})
     assert "| fp32 | FAIL | 9.00 |" in ours
     assert "FAIL, fp32: tilerank: off by 1." in ours
+
+
+def test_an_occupancy_that_the_profiler_could_not_estimate_is_absent():
+    text = table_of("ladder", {"naive": {"us": 3.0, "occupancy": 0.38}, "split": {"us": 2.0, "occupancy": 0.0}})
+    assert "| naive | 3.00 | 38.0 % |" in text
+    assert "| split | 2.00 | – |" in text
 
 
 def test_ratio_within_the_spread_is_called_noise():
@@ -593,9 +601,11 @@ def test_every_rung_stands_beside_its_floors():
 
 
 def test_rungs_of_other_precisions_have_a_picture():
-    pictures = {picture.name: picture for picture in build_report(ON_THE_MATRIX_UNIT, "h200").pictures}
+    bf16 = Record("bench_attention_aaa", {"rungs": {"bf16": {"mma": {"us": 61.0}}}}, {})
+    pictures = {picture.name: picture for picture in build_report([bf16, *ON_THE_MATRIX_UNIT], "h200").pictures}
     assert pictures["rungs"].description == (
-        "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0"
+        "Attention at other precisions, µs: fp16 best peer 84.0, fp16 mma 60.4, fp16 late 40.6, fp16 floor 20.0, "
+        "bf16 mma 61.0"
     )
 
 
@@ -795,6 +805,14 @@ def test_page_needs_nothing_but_itself(page):
     assert "script" not in structure.tags
     assert "@import" not in page
     assert "http" not in page
+
+
+def test_a_sentence_in_a_table_of_the_page_takes_several_lines():
+    reason = "the variant needs compute capability 9.0"
+    checks = Record("a", {"checks": {"mma": {"native_wrong": 0, "not_available": {"ptx_75": reason}}}}, {})
+    page = build_report([checks], "h200").page
+    assert f'<td class="long">not available ({reason})</td>' in page
+    assert "<td>right</td>" in page
 
 
 def test_page_has_every_section_picture_and_record(page, records):

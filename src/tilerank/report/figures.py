@@ -344,7 +344,8 @@ def _floors(summary: Summary) -> Picture | None:
 def _rungs(summary: Summary) -> Picture | None:
     """Every rung at the precisions other than fp32, from its first to its last, between best peer and floor."""
     bars = []
-    for precision, rungs in summary.get("rungs", {}).items():
+    for precision in PRECISIONS:
+        rungs = summary.get("rungs", {}).get(precision, {})
         timed = {name: rung for name, rung in rungs.items() if "us" in rung}
         if timed:
             quickest = min(timed.values(), key=lambda rung: rung["us"])

@@ -33,6 +33,9 @@ PROVENANCE = (
 """Heading -> provenance key of the table of records; commit and device are put together from several."""
 
 
+_LONGEST_LINE = 50  # characters of a cell
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The page, and each of its pictures as a file of its own."""
@@ -92,13 +95,18 @@ def _section(table: Table, pictures: Sequence[Picture], records: Sequence[Record
 def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "\n".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
-        for row in rows
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(map(_cell, row[1:])) + "</tr>" for row in rows
     )
     return (
         f'<div class="scroll" tabindex="0"><table>\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody>\n</table></div>"
     )
+
+
+def _cell(text: str) -> str:
+    """One figure or name; a sentence may take several lines."""
+    kind = ' class="long"' if len(text) > _LONGEST_LINE else ""
+    return f"<td{kind}>{escape(text)}</td>"
 
 
 def _absent(specs: Sequence[TableSpec]) -> str:
@@ -160,8 +168,9 @@ table {{ border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: ta
 th, td {{ padding: 0.35rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }}
 thead th {{ color: var(--muted); font-weight: 500; vertical-align: bottom; }}
 td {{ white-space: nowrap; }}
+td.long {{ white-space: normal; min-width: 12rem; }}
 th:first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--paper); }}
-#records td {{ text-align: left; }}
+#records td {{ text-align: left; white-space: nowrap; }}
 #records thead th {{ text-align: left; }}
 </style>
 </head>

@@ -158,6 +158,11 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def estimated(value: float) -> str:
+    """An occupancy estimated by torch's profiler, whose 0 (more than 48 KB of shared memory a block) is no estimate."""
+    return share(value) if value > 0 else ABSENT
+
+
 def measure(value: float) -> str:
     """A ranking measure: four digits."""
     return f"{value:.4f}"
@@ -296,7 +301,7 @@ TABLES = (
             Column("SDPA's", "sdpa_max_abs_error", error),
             Column("registers", "registers", count),
             Column("spilled bytes", "spill_bytes", count),
-            Column("occupancy", "occupancy", share),
+            Column("occupancy", "occupancy", estimated),
             Column("bound by", "bound_by", text),
             Column("commit", "commit", text),
         ),
@@ -323,7 +328,7 @@ TABLES = (
             Column("share of the floor", "share_of_floor", share),
             Column("registers", "registers", count),
             Column("spilled bytes", "spill_bytes", count),
-            Column("occupancy", "occupancy", share),
+            Column("occupancy", "occupancy", estimated),
         ),
         "Medians, cold L2, padding left out; unmasked: the whole padded batch. Under x1, x8 and x40 all inputs are "
         "multiplied by that, and packed stands for torch's own packed kernel on the same data.",
@@ -381,7 +386,8 @@ TABLES = (
             Column("warps an SM, T4", "t4_warps", count),
             Column("H200", "h200_warps", count),
         ),
-        "Registers and spills by the compiler for sm_75 and sm_90a, and the warps that an SM then holds.",
+        "Registers and spills by the compiler for sm_75 and sm_90a, and the warps that an SM then holds. What a T4 "
+        "cannot run is left out.",
         measured_in="build_kernels",
     ),
     TableSpec(
@@ -553,7 +559,7 @@ def build_table(spec: TableSpec, summary: Summary, order: Sequence[str] = ()) ->
     rows = tuple((label, *(_cell(column, values) for column in columns)) for label, values in entries)
     facts = [f"{fact.heading}: {fact.show(section[fact.key])}" for fact in spec.facts if fact.key in section]
     reasons = [f"FAIL, {label}: {reason}" for label, values in entries for reason in _failures(values)]
-    told = ["; ".join(lines) + "." for lines in (facts, reasons) if lines]
+    told = ["; ".join(lines).removesuffix(".") + "." for lines in (facts, reasons) if lines]
     note = " ".join(filter(None, [spec.note, *told]))
     headings = (spec.row_heading, *(column.heading for column in columns))
     return Table(spec.name, spec.title, headings, rows, note, spec.section)
