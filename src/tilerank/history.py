@@ -428,10 +428,11 @@ def _pipeline_note(moment: Moment, previous: Moment | None) -> str:
         f"- {label}: {value}" + (f" (before: {before[label]})" if before.get(label, value) != value else "")
         for label, value in headline(summary)
     ]
+    measured = merge(moment.records)  # the summary has figures, not why there are none
     got += [
         f"- {FAILED}, {label} {precision}: {reason}"
         for section, label in (("drop_in", "drop-in"), ("rerank", "one query"))
-        for precision, values in keyed(summary.get(section, {}), ())
+        for precision, values in keyed(measured.get(section, {}), ())
         for reason in failures(values)
     ]
     ranking = [
