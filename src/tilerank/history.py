@@ -25,7 +25,7 @@ from tilerank.report.analysis import measured_by_precision, rungs_before
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time, timed_case
 from tilerank.report.records import PRECISIONS, lookup, merge
-from tilerank.report.tables import commit_text, headline, measure, ratio, share, short, signed
+from tilerank.report.tables import FAILED, commit_text, failures, headline, keyed, measure, ratio, share, short, signed
 
 FORMAT = 1
 """Raised when the same history is to become other runs: those of the older format are then replaced."""
@@ -335,7 +335,7 @@ def _rung_note(
         spread = f", p10 to p90 {short(values['p10_us'])} to {short(values['p90_us'])}" if "p10_us" in values else ""
         got.append(f"{short(values['us'])} µs (median{spread}); {timed_case(values)}")
     elif "failure" in values:
-        got.append(f"FAIL: {values['failure']}")
+        got.append(f"{FAILED}: {values['failure']}")
     else:
         got.append("not timed on this machine")
     if before is not None:
@@ -417,7 +417,7 @@ def _pipeline_note(moment: Moment, previous: Moment | None) -> str:
     summary = moment.summary
     predicted = [
         f"- drop-in {precision}: {ratio(values['predicted_speedup'])} by Amdahl's law"
-        for precision, values in summary.get("drop_in", {}).items()
+        for precision, values in keyed(summary.get("drop_in", {}), ())
         if "predicted_speedup" in values
     ]
     ceiling = lookup(summary, "profile.amdahl_ceiling")
@@ -428,10 +428,17 @@ def _pipeline_note(moment: Moment, previous: Moment | None) -> str:
         f"- {label}: {value}" + (f" (before: {before[label]})" if before.get(label, value) != value else "")
         for label, value in headline(summary)
     ]
+    measured = merge(moment.records)  # the summary has figures, not why there are none
+    got += [
+        f"- {FAILED}, {label} {precision}: {reason}"
+        for section, label in (("drop_in", "drop-in"), ("rerank", "one query"))
+        for precision, values in keyed(measured.get(section, {}), ())
+        for reason in failures(values)
+    ]
     ranking = [
         _ranking_text(summary, values, f"{scorer.replace('_', '-')} {precision}")
         for scorer in ("drop_in", "reranker")
-        for precision, values in (lookup(summary, f"quality.{scorer}") or {}).items()
+        for precision, values in keyed(lookup(summary, f"quality.{scorer}") or {}, ())
     ]
     return _note(
         [

@@ -111,10 +111,11 @@ def book(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> 
     made.commit("Write the naive kernel")
     made.record("bench_attention_tiled", ladder={"tiled": rung(1000.0, best_peer="sdpa", max_abs_error=1e-6)})
     made.record("profile_kernels_tiled", profile_kernels={"tiled": {"available": True, "kernels": {"0": STALLS}}})
-    made.record("bench_rerank", rerank={"fp32": {"ms": 30.0, "cross_encoder_ms": 50.0}})
+    failed = {"failures": {"tilerank": "error 2 is above 1"}, "cross_encoder_ms": 50.0}
+    made.record("bench_rerank", rerank={"fp32": {"ms": 30.0, "cross_encoder_ms": 50.0}, "fp16": failed})
     made.record(
         "integrate_hf",
-        drop_in={"fp32": {"predicted_speedup": 1.1, "variants": ["tiled"]}},
+        drop_in={"fp32": {"predicted_speedup": 1.1, "variants": ["tiled"]}, "fp16": {"failure": "error 3 is above 1"}},
         quality={"baseline_ndcg10": 0.76, "drop_in": {"fp32": QUALITY}},
     )
     made.commit("Put keys into shared memory\n\nTwice as fast.")
@@ -175,6 +176,8 @@ def test_descriptions_say_what_was_tried_predicted_and_got(book: Book) -> None:
     assert "Put keys into shared memory\n\nTwice as fast." in text
     assert "one query, raw text to scores, fp32: 30.0 ms (before: 31.0 ms)" in text
     assert "drop-in fp32: 1.10× by Amdahl's law" in text
+    assert "- FAIL, drop-in fp16: error 3 is above 1" in text
+    assert "- FAIL, one query fp16: tilerank: error 2 is above 1" in text
     client = tracking.open_client(book.root)
     note = client.get_experiment_by_name("workload seed").tags["mlflow.note.content"]
     assert "t4: the step that gained most is `tiled`, 2.00× over the one before" in note

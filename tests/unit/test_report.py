@@ -422,7 +422,7 @@ def test_readme_table_shows_figures_in_their_units_with_note_and_origin(records)
 def test_checks_are_told_and_one_without_an_answer_says_why():
     checks = copy.deepcopy(FULL["check_kernels_naive"]["checks"])
     text = readme_tables((Record("check_kernels_naive", {"checks": checks}, {}),))["checks"]
-    assert "| naive | 456 | right | right | 3 | 42 | clean | 2 | clean | clean |" in text
+    assert "| naive | 456 | right | right | FAIL: 3 | 42 | clean | FAIL: 2 | clean | clean |" in text
     checks["naive"] = {
         "cases": 9,
         "native_wrong": 0,
@@ -809,6 +809,8 @@ def test_page_needs_nothing_but_itself(page):
 
 def test_a_sentence_in_a_table_of_the_page_takes_several_lines():
     reason = "the variant needs compute capability 9.0"
+    checks = Record("a", {"checks": {"mma": {"native_wrong": 0, "racecheck_findings": 1024}}}, {})
+    assert "<td>FAIL: 1,024</td>" in build_report([checks], "h200").page
     checks = Record("a", {"checks": {"mma": {"native_wrong": 0, "not_available": {"ptx_75": reason}}}}, {})
     page = build_report([checks], "h200").page
     assert f'<td class="long">not available ({reason})</td>' in page

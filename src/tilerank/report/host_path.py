@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tilerank import host_path
 from tilerank.report.figures import LINE, MUTED, OURS, REST, Picture, _picture
 from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
-from tilerank.report.tables import ABSENT, Table, markdown, short
+from tilerank.report.tables import ABSENT, FAILED, Table, markdown, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,16 +32,19 @@ _IDEAS = [
 
 
 def steps_table(records: Sequence[Record]) -> str:
-    """Every path with its idea, its prediction and its time at each precision recorded, in Markdown."""
+    """Every path with its idea, its prediction and its time (or FAIL) at each precision recorded, in Markdown."""
     summary = merge(records)
     measured = {p: steps for p in PRECISIONS if (steps := lookup(summary, f"rerank.{p}.steps"))}
     rows = []
     for name, idea, prediction in _IDEAS:
-        times = (lookup(steps, f"{name}.ms") for steps in measured.values())
-        rows.append((f"`{name}`", idea, prediction, *(ABSENT if ms is None else short(ms) for ms in times)))
+        rows.append((f"`{name}`", idea, prediction, *(_time(steps.get(name, {})) for steps in measured.values())))
     headings = ("path", "idea", "predicted", *(f"{precision}, ms" for precision in measured))
     table = markdown(Table(TABLE, "", headings, tuple(rows)), sources(records, "rerank") if measured else ())
     return table.replace("|---|---:|---:|", "|---|---|---|", 1)  # two columns of words
+
+
+def _time(step: Mapping[str, Any]) -> str:
+    return short(step["ms"]) if "ms" in step else FAILED if "failure" in step else ABSENT
 
 
 def steps_pictures(summary: Summary) -> tuple[Picture, ...]:

@@ -14,6 +14,8 @@ from tilerank.report.analysis import analyse
 from tilerank.report.records import PER_VARIANT, PRECISIONS, Record, Summary, lookup, sources
 
 ABSENT = "–"
+FAILED = "FAIL"
+"""In place of the figure of what failed its check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +182,16 @@ def error(value: float) -> str:
 
 def found(value: int | str) -> str:
     """How many findings of a tool, or why it was not asked."""
-    return "clean" if value == 0 else str(value)
+    return "clean" if value == 0 else _failed(value)
 
 
 def wrong(value: int | str) -> str:
     """How many wrong results, or why there are none."""
-    return "right" if value == 0 else str(value)
+    return "right" if value == 0 else _failed(value)
+
+
+def _failed(value: int | str) -> str:
+    return value if isinstance(value, str) else f"{FAILED}: {count(value)}"
 
 
 def text(value: Any) -> str:
@@ -558,7 +564,7 @@ def build_table(spec: TableSpec, summary: Summary, order: Sequence[str] = ()) ->
     columns = [column for column in spec.columns if any(_cell(column, values) != ABSENT for _, values in entries)]
     rows = tuple((label, *(_cell(column, values) for column in columns)) for label, values in entries)
     facts = [f"{fact.heading}: {fact.show(section[fact.key])}" for fact in spec.facts if fact.key in section]
-    reasons = [f"FAIL, {label}: {reason}" for label, values in entries for reason in _failures(values)]
+    reasons = [f"{FAILED}, {label}: {reason}" for label, values in entries for reason in failures(values)]
     told = ["; ".join(lines).removesuffix(".") + "." for lines in (facts, reasons) if lines]
     note = " ".join(filter(None, [spec.note, *told]))
     headings = (spec.row_heading, *(column.heading for column in columns))
@@ -573,10 +579,10 @@ def _cell(column: Column, values: Mapping[str, Any]) -> str:
         return column.show(values[key]) + (" (noise)" if noise else "")
     measured = "tilerank" if key == "ms" else key.removesuffix("_ms")
     failed = measured in values.get("failures", {}) or ("failure" in values and key in ("us", "ms"))
-    return "FAIL" if failed else ABSENT
+    return FAILED if failed else ABSENT
 
 
-def _failures(values: Mapping[str, Any]) -> list[str]:
+def failures(values: Mapping[str, Any]) -> list[str]:
     """Why rows failed their check: one reason, or one for each of several things measured."""
     several = [f"{name}: {reason}" for name, reason in values.get("failures", {}).items()]
     return [values["failure"], *several] if "failure" in values else several
