@@ -21,7 +21,7 @@ from tilerank import tracking
 from tilerank.errors import TilerankError
 from tilerank.moments import Commit, Moment, is_shallow, read_moments
 from tilerank.report import Record
-from tilerank.report.analysis import measured_by_precision, rungs_before
+from tilerank.report.analysis import gain, measured_by_precision, rungs_before
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time, timed_case
 from tilerank.report.records import PRECISIONS, lookup, merge
@@ -284,7 +284,7 @@ def _rung_step(
     if "rung" in row:
         ladder["rung"] = float(row["rung"])
     if before is not None:
-        ladder["gain_over_rung_before"] = rungs[before]["us"] / values["us"]
+        ladder["gain_over_rung_before"] = gain(rungs[before], values)
     predicted = predicted_time(row.get("prediction", ""), values) if own else None
     if predicted is not None:
         ladder |= {"predicted_us": predicted.us, "measured_over_predicted": predicted.measured / predicted.us}

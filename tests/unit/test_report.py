@@ -21,7 +21,7 @@ from tilerank.report import (
     summarise,
     update_markers,
 )
-from tilerank.report.analysis import HEAD_DIM, KEYS_PER_QUERY, analyse, devices_table
+from tilerank.report.analysis import HEAD_DIM, KEYS_PER_QUERY, analyse, devices_table, gain
 from tilerank.report.counters import counters_of
 from tilerank.report.predictions import predicted_time
 from tilerank.report.roofline import roofline_table
@@ -620,6 +620,13 @@ def test_each_rung_stands_against_the_one_before_with_its_limit_and_commit(recor
     assert cells["bound by"] == "shared memory"
     assert fused.endswith("| 0123456789 |")
     assert naive.split(" | ")[heading.split(" | ").index("against the rung before")] == "–"
+
+
+def test_a_gain_is_of_one_case():
+    first = {"us": 30.0, "unmasked_us": 40.0, "masked": True}
+    assert gain(first, {"us": 10.0, "unmasked_us": 8.0, "masked": True}) == 3.0
+    assert gain(first, {"us": 8.0, "unmasked_us": 8.0, "masked": False}) == 5.0
+    assert gain({"us": 30.0}, {"us": 10.0, "unmasked_us": 8.0, "masked": True}) == 3.0, "nothing else was timed"
 
 
 def test_predictions_stand_beside_what_was_measured(records):

@@ -34,7 +34,7 @@ def analyse(records: Sequence[Record], predictions: Mapping[str, str]) -> dict[s
     ladder = summary.get("ladder", {})
     for name, before in rungs_before(ladder, predictions).items():
         ladder[name]["rung_before"] = before
-        ladder[name]["gain_over_rung_before"] = ladder[before]["us"] / ladder[name]["us"]
+        ladder[name]["gain_over_rung_before"] = gain(ladder[before], ladder[name])
     for record in records:
         for name in lookup(record.values, "ladder") or {}:
             commit = str(record.provenance.get("commit") or "")[:10]
@@ -87,6 +87,13 @@ def rungs_before(measured: Mapping[str, Any], order: Iterable[str]) -> dict[str,
                 before[name] = last[precision]
             last[precision] = name
     return before
+
+
+def gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
+    """Time of one rung over the other's on the same case: without a mask where only one of the two masks."""
+    same = before.get("masked") == after.get("masked") or not all("unmasked_us" in rung for rung in (before, after))
+    case = "us" if same else "unmasked_us"
+    return before[case] / after[case]
 
 
 def time_parts(profile: Mapping[str, Any]) -> dict[str, float]:
