@@ -311,7 +311,7 @@ def _kernel_launch(event: Mapping[str, Any]) -> KernelLaunch:
         block=tuple(facts["block"]),
         registers=int(facts["registers per thread"]),
         shared_bytes=int(facts["shared memory"]),
-        occupancy=None if occupancy is None else occupancy / 100,
+        occupancy=occupancy / 100 if occupancy else None,  # 0: a block's shared memory is beyond what it knows of
     )
 
 
