@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 import tilerank
+from tilerank.amdahl import amdahl
 from tilerank.bench.peers import HuggingFaceScorer
 from tilerank.bench.rerank import ERROR_FLOORS, Call, RerankSetup, reference_scores
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
@@ -169,11 +170,6 @@ def summarise(
         "predicted_speedup": amdahl(share, kernel_speedup),
         "queries": count,
     }
-
-
-def amdahl(share: float, speedup: float) -> float:
-    """The whole's speedup when the part that takes ``share`` of its time becomes ``speedup`` times faster."""
-    return 1 / (1 - share + share / speedup)
 
 
 def rank_tasks(setup: RerankSetup, precisions: Sequence[str], tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tilerank.amdahl import amdahl
 from tilerank.architectures import H200, T4, Device
 from tilerank.report.counters import Counters, counters_of
 from tilerank.report.predictions import predicted_time
@@ -167,7 +168,7 @@ def _amdahl(summary: Summary) -> dict[str, Any]:
     if parts and kernel is not None and "attention" in parts:
         attention = parts["attention"]["share"]
         parts["kernel_speedup"] = kernel
-        parts["predicted_speedup"] = 1 / (1 - attention + attention / kernel)
+        parts["predicted_speedup"] = amdahl(attention, kernel)
         measured = lookup(summary, "rerank.fp32.speedup_vs_cross_encoder")
         if measured is not None:
             parts["rerank_speedup"] = measured
