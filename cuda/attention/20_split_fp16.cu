@@ -24,20 +24,18 @@ struct Shape {
     static constexpr int kPanels = Splitter::kPanels;
 };
 
-// 16 rows so far: row lane / 4 (+8 for elements 2 and 3), columns 8 i + 2 (lane % 4) + 0..1. The products with a low term
-// are kept apart: rounding off after every product would cost the large sum three times as much. One struct for both,
-// because of an array of arrays nvcc 13.0 sets the first one alone to the values that members start with.
+// 16 rows so far: row lane / 4 (+8 for elements 2 and 3), columns 8 i + 2 (lane % 4) + 0..1. One struct for both, because
+// of an array of arrays nvcc 13.0 sets the first one alone to the values that members start with.
 template <int D>
 struct State {
     SplitSoftmax<> softmax[2];
-    float high[Shape<D>::kPanels * 4][4] = {};
-    float low[Shape<D>::kPanels * 4][4] = {};
+    float sums[Shape<D>::kPanels * 4][4] = {};
 
     __device__ __forceinline__ void scale(int half, float factor) {
 #pragma unroll
         for (int i = 0; i < Shape<D>::kPanels * 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) high[i][half * 2 + j] *= factor, low[i][half * 2 + j] *= factor;
+            for (int j = 0; j < 2; ++j) sums[i][half * 2 + j] *= factor;
         }
     }
 };
@@ -125,10 +123,11 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
         }
     }
 
+    constexpr int kFragments = kStepKeys / 16;
+    uint32_t high[kFragments][kRowTiles][4];
+    uint32_t low[kFragments][kRowTiles][4];
 #pragma unroll
-    for (int j = 0; j < kStepKeys / 16; ++j) {
-        uint32_t high[kRowTiles][4];
-        uint32_t low[kRowTiles][4];
+    for (int j = 0; j < kFragments; ++j) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -140,27 +139,45 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
                 const float second = exp2_approx(s[half * 2 + 1] * unit[m][half] - softmax.reference);
                 softmax.sum += first + second;
                 const SplitPair terms = split(first, second);
-                high[m][i] = terms.high;
-                low[m][i] = terms.low;
+                high[j][m][i] = terms.high;
+                low[j][m][i] = terms.low;
             }
         }
-        const int key = step + j * 16 + lane % 16;
+    }
+
+    // Sums of these keys, small products first again. Tensor cores cut off what does not fit a sum, always towards zero,
+    // which adds up over many keys: these join the sums of all by an addition that rounds to the nearest.
 #pragma unroll
-        for (int i = 0; i < Shape<D>::kPanels * 4; i += 2) {
-            const __half* panel = v_halves[i / 4];
-            const int part = i % 4 + lane / 16;
-            uint32_t v_high[4];
+    for (int i = 0; i < Shape<D>::kPanels * 4; i += 2) {
+        const __half* panel = v_halves[i / 4];
+        const int part = i % 4 + lane / 16;
+        float sums[kRowTiles][2][4] = {};
+        uint32_t v_high[kFragments][4];
+#pragma unroll
+        for (int j = 0; j < kFragments; ++j) {
+            const int key = step + j * 16 + lane % 16;
             uint32_t v_low[4];
-            ldmatrix_x4_trans(v_high, panel + panel_offset(key, part));
+            ldmatrix_x4_trans(v_high[j], panel + panel_offset(key, part));
             ldmatrix_x4_trans(v_low, panel + panel_offset(key, part + 4));
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                multiply(states[m].low[i], high[m], v_low[0], v_low[1]);
-                multiply(states[m].low[i + 1], high[m], v_low[2], v_low[3]);
-                multiply(states[m].low[i], low[m], v_high[0], v_high[1]);
-                multiply(states[m].low[i + 1], low[m], v_high[2], v_high[3]);
-                multiply(states[m].high[i], high[m], v_high[0], v_high[1]);
-                multiply(states[m].high[i + 1], high[m], v_high[2], v_high[3]);
+                multiply(sums[m][0], high[j][m], v_low[0], v_low[1]);
+                multiply(sums[m][1], high[j][m], v_low[2], v_low[3]);
+                multiply(sums[m][0], low[j][m], v_high[j][0], v_high[j][1]);
+                multiply(sums[m][1], low[j][m], v_high[j][2], v_high[j][3]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int j = 0; j < kFragments; ++j) {
+                multiply(sums[m][0], high[j][m], v_high[j][0], v_high[j][1]);
+                multiply(sums[m][1], high[j][m], v_high[j][2], v_high[j][3]);
+            }
+#pragma unroll
+            for (int column = 0; column < 2; ++column) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) states[m].sums[i + column][k] += sums[m][column][k];
             }
         }
     }
@@ -263,9 +280,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
         store_split_rows<D>(block, args.out_token_stride, first_row + m * 16, states[m].softmax, factors.v_field,
-                            aligned, [&](int i, int half, int j) {
-                                return states[m].high[i][half * 2 + j] + states[m].low[i][half * 2 + j];
-                            });
+                            aligned, [&](int i, int half, int j) { return states[m].sums[i][half * 2 + j]; });
     }
 }
 
