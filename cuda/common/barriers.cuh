@@ -69,8 +69,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity 
 // ---- By name ----
 
 #if !defined(TILERANK_HOST_BUILD)
-// A barrier of its own for kThreads threads, whole warps, that may reach it from different places in the code:
-// __syncthreads() is for all threads of a block and one place. A block has one such set of threads.
+// A barrier of its own for kThreads threads, whole warps, of a block whose other warps do something else. All reach it
+// at one place in the code. A block has one such set of threads.
 template <int kThreads>
 __device__ __forceinline__ void barrier_among() {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
