@@ -4,16 +4,14 @@
 // Prediction: 70 us packed, from 120. A tile of 64 rows x 64 keys takes each scheduler 320 instructions in the groups
 //   and 50 for splitting instead of 590; at 0.6 instructions a cycle 60 us, and 10 us for start and end.
 // Answer: metrics/<machine>/bench_attention_split_warpgroups.json and docs/ladder.md.
-#include <type_traits>
-
 #include "common/balanced.cuh"
-#include "common/split_fp16.cuh"
+#include "common/panels.cuh"
 #include "common/wgmma.cuh"
 
 namespace tilerank {
 namespace split_warpgroups {
 
-constexpr int kD = 32;
+constexpr int kD = kPanelColumns;
 constexpr int kGroupWarps = 4;
 constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
@@ -27,196 +25,18 @@ constexpr int kSplitRegisters = 80;
 constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
 constexpr int kSplitThreads = kGroupThreads - kWarpSize;  // the last warp deals out the units
-constexpr int kPanelBytes = kChunkKeys * kPanelPitch * 2;
 constexpr int kResident = 8;
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];
 using Passes32 = Passes<kUnitRows, kGroups, kResident>;
 
-// What is known of a chunk once it is split.
-struct ChunkNotes {
-    int k_field;  // what it was multiplied by
-    int v_field;
-    int misfit;  // 1 + the number of the latest chunk here whose numbers do not fit that
-    const float* k;  // first of the sequence's keys
-    const float* v;
-};
+using Ring = PanelRing<2, kChunks, kSplitThreads>;
 
 // What the warps of a block share.
 struct Shared {
-    unsigned char* ring;
-    uint64_t* full;  // of each chunk
-    uint64_t* empty;
-    ChunkNotes* notes;
+    Ring ring;
     Queries* queries;  // [kGroups]
-    uint4* spans;      // [2][kSplitThreads / kWarpSize]
 };
-
-// ---- The warps that split ----
-
-constexpr int kRowParts = kD / 4;                   // a thread has four columns
-constexpr int kRowStep = kSplitThreads / kRowParts;  // of every kRowStep-th row
-constexpr int kRounds = (kChunkKeys + kRowStep - 1) / kRowStep;
-constexpr int kLag = 2;  // chunks on their way while one is split
-
-// Where a thread's four columns are in a panel, before they are split.
-__device__ __forceinline__ int raw_at(int thread, int round) {
-    return swizzled_offset<128>(thread / kRowParts + round * kRowStep, thread % kRowParts * 16);
-}
-// A warp has whole rows, and so all of them or none.
-__device__ __forceinline__ bool has_round(int thread, int round) {
-    return kChunkKeys % kRowStep == 0 || thread / kRowParts + round * kRowStep < kChunkKeys;
-}
-
-template <bool kAligned>
-__device__ __forceinline__ void copy_panel(unsigned char* panel, const float* source, int64_t token_stride, int count,
-                                           int thread) {
-    const int row = thread / kRowParts;
-    const float* from = source + row * token_stride + thread % kRowParts * 4;
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (has_round(thread, round)) {
-            unsigned char* to = panel + raw_at(thread, round);
-            const bool exists = row + round * kRowStep < count;
-            if (kAligned) {
-                copy_async<16>(to, from, exists);
-            } else {
-#pragma unroll
-                for (int word = 0; word < 4; ++word) copy_async<4>(to + word * 4, from + word, exists);
-            }
-        }
-        from += kRowStep * token_stride;
-    }
-}
-
-__device__ __forceinline__ unsigned largest_of(const unsigned char* panel, int thread) {
-    unsigned largest = 0;
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (!has_round(thread, round)) continue;
-        const float4 four = load_vector<float4>(panel + raw_at(thread, round));
-        largest = max(largest, max(max(absolute_bits(four.x), absolute_bits(four.y)),
-                                   max(absolute_bits(four.z), absolute_bits(four.w))));
-    }
-    return warp_max(largest);
-}
-
-// Splits a panel where it lies: the two terms of a row take its place.
-__device__ __forceinline__ void split_panel(unsigned char* panel, float factor, int thread, Fit& fit) {
-    constexpr int kAtOnce = 3;
-    static_assert(kRounds % kAtOnce == 0);
-#pragma unroll
-    for (int first = 0; first < kRounds; first += kAtOnce) {
-        float4 fours[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (has_round(thread, first + i)) fours[i] = load_vector<float4>(panel + raw_at(thread, first + i));
-        }
-        __syncwarp();  // these rows have been read
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int round = first + i;
-            if (!has_round(thread, round)) continue;
-            const int row = thread / kRowParts + round * kRowStep;
-            const int column = thread % kRowParts * 4;
-            float4 four = fours[i];
-            four = {four.x * factor, four.y * factor, four.z * factor, four.w * factor};
-            fit.add_group(four);
-            const SplitPair one = split(four.x, four.y);
-            const SplitPair other = split(four.z, four.w);
-            // Rows next to each other store different terms at a time, which then lie in different banks.
-            const bool low_first = row % 2 != 0;
-            const int high_at = swizzled_offset<128>(row, column * 2);
-            const int low_at = swizzled_offset<128>(row, column * 2 + 64);
-            store_vector(panel + (low_first ? low_at : high_at),
-                         low_first ? uint2{one.low, other.low} : uint2{one.high, other.high});
-            store_vector(panel + (low_first ? high_at : low_at),
-                         low_first ? uint2{one.high, other.high} : uint2{one.low, other.low});
-        }
-    }
-}
-
-template <bool kAligned>
-__device__ __forceinline__ void split_chunks(Passes32 passes, const Shared& shared, int thread) {
-    const AttentionArgs& args = passes.args;
-    int slot = 0;
-    uint32_t parity = 1;  // of the phase before the first: nothing to wait for
-    int split_slot = 0;
-    int number = 0;
-    int pending = 0;      // chunks on their way
-    unsigned firsts = 0;  // which of them are the first of a pass, a bit each
-    int measured = 0;
-    int k_field = 0;
-    int v_field = 0;
-    // The one that has been on its way longest, once it is there.
-    const auto split_oldest = [&] {
-        unsigned char* panels = shared.ring + split_slot * 2 * kPanelBytes;
-        if (firsts & 1) {
-            // The factors of a pair are those of its first keys; the others are checked.
-            const unsigned k_largest = largest_of(panels, thread);
-            const unsigned v_largest = largest_of(panels + kPanelBytes, thread);
-            uint4* spans = shared.spans + measured % 2 * (kSplitThreads / kWarpSize);
-            ++measured;
-            if (thread % kWarpSize == 0) spans[thread / kWarpSize] = uint4{k_largest, v_largest, 0, 0};
-            barrier_among<kSplitThreads>();
-            unsigned largest[2] = {0, 0};
-#pragma unroll
-            for (int warp = 0; warp < kSplitThreads / kWarpSize; ++warp) {
-                largest[0] = max(largest[0], spans[warp].x);
-                largest[1] = max(largest[1], spans[warp].y);
-            }
-            k_field = field_to_reach(largest[0], 10);
-            v_field = field_to_reach(largest[1], 12);
-        }
-        __syncwarp();  // what other lanes have copied is there
-        Fit k_fit;
-        Fit v_fit;
-        split_panel(panels, power_of_two(k_field), thread, k_fit);
-        split_panel(panels + kPanelBytes, power_of_two(v_field), thread, v_fit);
-        ++number;
-        if (thread == 0) shared.notes[split_slot].k_field = k_field, shared.notes[split_slot].v_field = v_field;
-        if (k_fit.fails(0x1p-4f, 0x1p15f) || v_fit.fails(0x1p-1f, 0x1p15f)) shared.notes[split_slot].misfit = number;
-        fence_async_proxy();
-        barrier_arrive(&shared.full[split_slot]);
-        if (++split_slot == kChunks) split_slot = 0;
-        firsts >>= 1;
-        --pending;
-    };
-#pragma unroll 1
-    while (passes.next()) {
-        const HeadView<float> view = head_view<float>(args, passes.sequence, passes.head);
-#pragma unroll 1
-        for (int chunk = 0; chunk < passes.chunks; ++chunk) {
-            if (!__all_sync(kFullMask, barrier_test(&shared.empty[slot], parity))) {
-                copy_async_wait<0>();
-#pragma unroll 1
-                while (pending > 0) split_oldest();
-                barrier_wait(&shared.empty[slot], parity);
-                __syncwarp();
-            }
-            const int first = chunk * kChunkKeys;
-            const int count = passes.place.k_len - first;
-            unsigned char* panels = shared.ring + slot * 2 * kPanelBytes;
-            if (thread == 0) shared.notes[slot].k = view.k, shared.notes[slot].v = view.v;
-            copy_panel<kAligned>(panels, view.k + first * args.k_token_stride, args.k_token_stride, count, thread);
-            copy_panel<kAligned>(panels + kPanelBytes, view.v + first * args.v_token_stride, args.v_token_stride, count,
-                                 thread);
-            copy_async_commit();
-            firsts |= (chunk == 0 ? 1u : 0u) << pending;
-            if (++pending > kLag) {
-                copy_async_wait<kLag>();
-                split_oldest();
-            }
-            if (++slot == kChunks) {
-                slot = 0;
-                parity ^= 1;
-            }
-        }
-    }
-    copy_async_wait<0>();
-#pragma unroll 1
-    while (pending > 0) split_oldest();
-}
 
 // ---- The groups that compute ----
 
@@ -259,7 +79,7 @@ template <bool kAligned>
 __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared,
                                         const TaskQueues<kGroups>& queues, int group, int group_warp, int lane,
                                         const ScoreFactor& factor) {
-    const uint32_t ring = shared_address(shared.ring) / 16;
+    const uint32_t ring = shared_address(shared.ring.panels) / 16;
     constexpr int kPanelSize = kPanelBytes / 16;
     // A weight is at most its lane's sum over the tile; fp16 ends at 65,504.
     constexpr float kLargestSum = 65000.0f;
@@ -320,9 +140,9 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             }
         }
     };
-    const auto wait_for = [&](At at) { barrier_wait(&shared.full[at.slot], at.parity); };
+    const auto wait_for = [&](At at) { barrier_wait(&shared.ring.full[at.slot], at.parity); };
     const auto give_back = [&](At at) {
-        if (lane == 0) barrier_arrive(&shared.empty[at.slot]);
+        if (lane == 0) barrier_arrive(&shared.ring.empty[at.slot]);
     };
     // Gives back chunks that this group has no use for; each must have come before.
     const auto skip = [&](At at, int count) {
@@ -388,11 +208,11 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         const int first_row = first_row_of(task);
         const bool exists = first_row < uniform(task.rows);
         At at = place_of(task);
-        const int v_field = shared.notes[at.slot].v_field;
+        const int v_field = shared.ring.notes[at.slot].v_field;
         float unit[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int k_field = shared.notes[at.slot].k_field;
+            const int k_field = shared.ring.notes[at.slot].k_field;
             unit[half] = fmaxf(q.inverse[half] * inverse_power_of_two(k_field), 0x1p-126f);
         }
         const float largest_unit = fmaxf(unit[0], unit[1]);
@@ -411,7 +231,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             const bool is_last_tile = tile + 1 == tiles;
             At following = at;
             following.advance();
-            broken = broken || shared.notes[at.slot].misfit == task.chunk + tile + 1;
+            broken = broken || shared.ring.notes[at.slot].misfit == task.chunk + tile + 1;
             if (!is_last_tile) wait_for(following);
             wgmma_wait<0>();
             if (tile > 0) {
@@ -481,7 +301,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                     const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
                     if (looks_for_max || __all_sync(kFullMask, fits)) break;
                     looks_for_max = is_steep = true;  // from here on, references are raised before weights are too large
-                    find_scores(scores, q, shared.ring + at.slot * (2 * kPanelBytes), lane);
+                    find_scores(scores, q, shared.ring.panels + at.slot * (2 * kPanelBytes), lane);
                 }
                 softmax[0].sum += tile_sum[0];
                 softmax[1].sum += tile_sum[1];
@@ -500,8 +320,8 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             QueryBlock block;
             block.q = static_cast<const float*>(task.q);
             block.out = static_cast<float*>(task.out);
-            block.k = shared.notes[at.slot].k;
-            block.v = shared.notes[at.slot].v;
+            block.k = shared.ring.notes[at.slot].k;
+            block.v = shared.ring.notes[at.slot].v;
             block.rows = task.rows;
             block.k_len = task.k_len;
             block.causal_keys = task.causal_keys;
@@ -547,23 +367,12 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ AttentionArgs args, ScoreFactor factor) {
     DynamicShared memory;
-    unsigned char* unaligned_ring = memory.take<unsigned char>(kChunks * 2 * kPanelBytes + 1024);
-    Shared shared;
-    shared.ring = unaligned_ring + (1024 - shared_address(unaligned_ring) % 1024) % 1024;
-    shared.full = memory.take<uint64_t>(kChunks);
-    shared.empty = memory.take<uint64_t>(kChunks);
-    shared.notes = memory.take<ChunkNotes>(kChunks);
-    shared.queries = memory.take<Queries>(kGroups);
-    shared.spans = memory.take<uint4>(2 * (kSplitThreads / kWarpSize));
+    const Shared shared = {Ring(memory), memory.take<Queries>(kGroups)};
     const TaskQueues<kGroups> queues(memory);
 
     const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
     const int lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x < kChunks) {
-        barrier_init(&shared.full[threadIdx.x], kSplitThreads);
-        barrier_init(&shared.empty[threadIdx.x], kGroups * kGroupWarps);
-        shared.notes[threadIdx.x].misfit = 0;
-    }
+    shared.ring.init(kGroups * kGroupWarps);
     queues.init(kGroupWarps);
     __syncthreads();
     if (warp >= kGroups * kGroupWarps) {
@@ -572,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
         if (warp == kThreads / kWarpSize - 1) {
             deal<float, kChunks>(passes, queues, lane);
         } else {
-            split_chunks<kAligned>(passes, shared, threadIdx.x % kGroupThreads);
+            shared.ring.template fill<kAligned>(passes, threadIdx.x % kGroupThreads);
         }
     } else {
         take_registers<kRegisters>();
@@ -585,10 +394,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
 tilerank_status attention_split_warpgroups(const AttentionArgs& args, void*, void* stream) {
     using namespace split_warpgroups;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(kChunks * 2 * kPanelBytes + 1024) +
-        2 * DynamicShared::bytes<uint64_t>(kChunks) + DynamicShared::bytes<ChunkNotes>(kChunks) +
-        DynamicShared::bytes<Queries>(kGroups) + DynamicShared::bytes<uint4>(2 * (kSplitThreads / kWarpSize)) +
-        TaskQueues<kGroups>::bytes();
+        Ring::shared_bytes() + DynamicShared::bytes<Queries>(kGroups) + TaskQueues<kGroups>::bytes();
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
         return refuse(TILERANK_UNSUPPORTED,
