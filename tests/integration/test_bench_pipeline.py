@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_models import write_own_attention, write_tiny_bert
 
 from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
@@ -91,6 +92,24 @@ def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
     pairs = [*((QUERY, passage) for passage in PASSAGES), ("heart risk", PASSAGES[3])]
     expected = [*exact, *many.score("heart risk", PASSAGES[3:4])]
     np.testing.assert_allclose(many.score_pairs(pairs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_peers_of_a_model_that_has_no_sdpa(tmp_path: Path, family: str):
+    path = write_own_attention(tmp_path / "own", write_tiny_bert(tmp_path / "bert"), family)
+    exact, *found = (
+        scorer(path, "cross-encoder", precision, "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
+        for scorer, precision in [(HuggingFaceScorer, "fp64"), *((each, "fp32") for each in SCORERS)]
+    )
+    for scores in found:
+        np.testing.assert_allclose(scores, exact, atol=5e-5, rtol=0)
+
+
+def test_peers_of_a_model_that_has_sdpa_run_it(model: tuple[Path, str]):
+    scorer = HuggingFaceScorer(*model, "fp32", "cpu", 48)
+    assert scorer._model.config._attn_implementation == "sdpa"
+    theirs = SentenceTransformersScorer(*model, "fp32", "cpu", 48)._model
+    assert next(iter(theirs.modules())).transformers_model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("scorer", SCORERS)
