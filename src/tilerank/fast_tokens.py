@@ -31,9 +31,16 @@ _Way: TypeAlias = Callable[[Sequence[str]], list[np.ndarray]]
 AGREED = (
     (0x0000, 0x007E),  # ASCII but for delete
     (0x0080, 0x0377),  # Latin with its marks, phonetics, the first of Greek
+    (0x037A, 0x037F),
+    (0x0384, 0x038A),
+    (0x038C, 0x038C),
+    (0x038E, 0x03A1),  # Greek capitals, but for gaps that no character has
     (0x03A3, 0x052F),  # Greek, Cyrillic
     (0x1DFC, 0x1F15),  # Latin with more marks
     (0x2000, 0x2064),  # punctuation and spaces
+    (0x2070, 0x2071),
+    (0x2074, 0x208E),
+    (0x2090, 0x209C),  # superscripts and subscripts
     (0x20A0, 0x20C0),  # currencies
     (0x2100, 0x218B),  # letterlike symbols, number forms
     (0x2190, 0x2429),  # arrows, operators, technical symbols
@@ -108,11 +115,13 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
-        agreed = [is_agreed(text) for text in texts]
+        agreed = list(map(is_agreed, texts))
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        fast = iter((self._few if len(asked) < _FEW else self._in_threads)(asked))
+        found = (self._few if len(asked) < _FEW else self._in_threads)(asked)
+        if len(asked) == len(texts):
+            return found
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
-        slow = iter(encode_with_tokenizers(self._backend, others))
+        fast, slow = iter(found), iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
     def _in_threads(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -64,7 +64,7 @@ def random_strings(count: int, agreed_only: bool, seed: int) -> Iterator[str]:
     draw = random.Random(seed)
     ranges = [*AGREED, (0, 0x24F), (0x300, 0x36F)]
     if not agreed_only:
-        ranges += [(0, 0x2FFF), (0, 0xFFFF), (0x10000, 0x10FFFF)]
+        ranges += [(0, 0x2FFF), (0, 0xFFFF), (0x10000, 0x10FFFF)] * 3
     for _ in range(count):
         first, last = draw.choice(ranges)
         points = (draw.randint(first, last) for _ in range(draw.randint(0, 24)))
@@ -181,7 +181,7 @@ def test_every_passage_of_a_data_set(
     lines = (request.getfixturevalue(folder) / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     texts = [f"{record.get('title', '')} {record['text']}".strip() for record in records]
-    assert np.mean([is_agreed(text) for text in texts]) > 0.98
+    assert np.mean([is_agreed(text) for text in texts]) > 0.999
     assert differing(encoder, backend, texts) == []
 
 
