@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
     if (warp >= S::kGroups * kGroupWarps) {
         give_registers_back<S::kCopyRegisters>();
         const PassesFor<D> passes(args, lane);  // meanwhile the others get the barriers ready
-        __syncthreads();
+        barrier_among<S::kThreads>();
         const int copy_warp = warp - S::kGroups * kGroupWarps;
         if (copy_warp == S::kCopyWarps) {
             deal<Element, S::kChunks>(passes, queues, lane);
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
             store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
         }
         fence_async_proxy();
-        __syncthreads();
+        barrier_among<S::kThreads>();
         compute<Element, D>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor, aligned);
     }
 }
