@@ -123,7 +123,6 @@ class Environment:
                 time.sleep(10)
                 self.pip("install", TORCH)
 
-
     def install_tensorflow(self) -> None:
         """Install TensorFlow, tilerank without its dependencies, and those that its TensorFlow binding has."""
         tensorflow = "tensorflow[and-cuda]" if has_gpu() else "tensorflow-cpu"

@@ -1,7 +1,7 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers; `tf` has the attention block for TensorFlow and Keras.
+`register` makes them an attention implementation of transformers; `tf` is the attention block for TensorFlow and Keras.
 Each is imported when it is first used: importing the package loads no framework.
 """
 

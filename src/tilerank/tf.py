@@ -7,21 +7,18 @@ which CUDA.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from tilerank.errors import TilerankError
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # informational lines about the CPU, before anything of ours
 
 try:
     import keras
     import tensorflow as tf
 except ImportError as error:
     raise TilerankError(
-        f"tilerank.tf needs TensorFlow 2.21 ({error}): `pip install 'tensorflow==2.21.*'`, in an environment of its own "
-        "where torch is installed too (`make tf-env` makes one)"
+        f"tilerank.tf needs TensorFlow 2.21 ({error}): `make tf-env` makes an environment with it, apart from torch's; "
+        "elsewhere `pip install 'tensorflow==2.21.*'`"
     ) from error
 
 from tilerank.kernels.tf_ops import attention, fused_attention

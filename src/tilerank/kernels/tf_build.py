@@ -56,6 +56,17 @@ def _command(compiler: Path, tensorflow: TensorFlow, source: Path, result: Path)
     ]
 
 
+def operations_path(tensorflow: TensorFlow, *, source: Path | None = None, cache_folder: Path | None = None) -> Path:
+    """Where the operations for that TensorFlow are kept: the name is a digest of all that they are made from."""
+    source = source or cuda_dir()
+    _, version = build.cxx_compiler()
+    identity = build.digest_of(
+        *(text.encode() for text in (tensorflow.version, *tensorflow.defines, *_DIALECT, version)),
+        *((source / name).read_bytes() for name in _SOURCES),
+    )
+    return (cache_folder or build.cache_dir()) / f"tilerank_tf-{identity[:32]}.so"
+
+
 def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cache_folder: Path | None = None) -> Path:
     """The operations for that TensorFlow, compiled (some seconds) unless the cache has them.
 
@@ -68,17 +79,12 @@ def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cach
         TilerankError: no C++ compiler, or a compile error (its first line).
     """
     source = (source or cuda_dir()).resolve()
-    folder = cache_folder or build.cache_dir()
-    compiler, version = build.cxx_compiler()
-    identity = build.digest_of(
-        *(text.encode() for text in (tensorflow.version, *tensorflow.defines, *_DIALECT, version)),
-        *((source / name).read_bytes() for name in _SOURCES),
-    )
-    result = folder / f"tilerank_tf-{identity[:32]}.so"
+    result = operations_path(tensorflow, source=source, cache_folder=cache_folder)
     if result.exists():
         return result
-    with build.writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    compiler, _ = build.cxx_compiler()
+    with build.writing(result.parent):
+        result.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tilerank-tf-") as temporary:
         made = Path(temporary) / result.name
         command = _command(compiler, tensorflow, source, made)
@@ -87,13 +93,13 @@ def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cach
             said = answer.stderr.splitlines()
             wrong = next((line for line in said if "error" in line or "fatal" in line), "".join(said[-1:]))
             raise TilerankError(f"the TensorFlow operations do not compile: {wrong.strip()}")
-        with build.writing(folder):
+        with build.writing(result.parent):
             build.keep(made.read_bytes(), result)
     return result
 
 
 def use_library(operations: Path, library: Path) -> None:
-    """Have the loaded ``operations`` call the kernel library at ``library``.
+    """Have the ``operations``, which TensorFlow has loaded, call the kernel library at ``library``.
 
     Raises:
         TilerankError: that library cannot be loaded or speaks another version of the interface.

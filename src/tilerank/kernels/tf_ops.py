@@ -280,8 +280,8 @@ def _operations() -> Any:
 
 def _refuse_gradient(operation: tf.Operation, *_: Tensor) -> None:
     raise NotImplementedError(
-        f"{operation.type} has no gradient: no tilerank variant has a backward pass. Call it outside of a GradientTape, "
-        "or train with TensorFlow's own layers and swap the block in afterwards"
+        f"{operation.type} has no gradient: no tilerank variant has a backward pass. Call it outside of a "
+        "GradientTape, or train with TensorFlow's own layers and swap the block in afterwards"
     )
 
 
