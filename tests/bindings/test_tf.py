@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,16 @@ from tilerank.tf import FusedAttentionLayer, attention, fused_attention
 HEADS, DIM, WIDTH = 3, 16, 24
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Twice the relative error of rounding once, which is all that the reference may add."""
+
+
+on_gpu = pytest.mark.skipif(not tf.config.list_physical_devices("GPU"), reason="TensorFlow sees no GPU")
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The reference runs on the CPU; where there is a GPU, TensorFlow would take that."""
+    with tf.device("GPU:0" if "test_gpu" in request.node.name else "CPU:0"):
+        yield
 
 
 def draw(seed: int, *shape: int, dtype: str = "float32") -> tf.Tensor:
@@ -326,8 +338,6 @@ def test_xla_says_that_it_has_no_kernel() -> None:
 
 @pytest.mark.parametrize("variant", ["auto", "naive"])
 def test_a_cpu_is_told_instead_of_running_slowly(variant: str) -> None:
-    if tf.config.list_physical_devices("GPU"):
-        pytest.skip("TensorFlow sees a GPU here")
     q = draw(1, 1, 1, 3, 8)
     message = (
         f"TilerankAttention was asked for variant '{variant}' on a CPU, where tilerank has no kernels; put its inputs "
@@ -337,9 +347,7 @@ def test_a_cpu_is_told_instead_of_running_slowly(variant: str) -> None:
         attention(q, q, q, variant=variant)
     with pytest.raises(tf.errors.UnimplementedError, match=message):
         tf.function(lambda: attention(q, q, q, variant=variant))()
-    with pytest.raises(
-        tf.errors.UnimplementedError, match="TilerankFusedAttention was asked for variant 'auto' on a CPU"
-    ):
+    with pytest.raises(tf.errors.UnimplementedError, match=r"TilerankFusedAttention was asked for .* on a CPU"):
         fused_attention(**block_inputs(), num_heads=HEADS, head_dim=DIM)
 
 
@@ -352,7 +360,7 @@ BLOCK_REFUSALS = [
     ({"epsilon": -1.0}, ValueError, "epsilon is -1.0; it must be finite and 0 or more"),
     ({"scale": float("nan")}, ValueError, "scale is nan; it must be finite"),
     ({"weight_layout": "keras"}, ValueError, "weight_layout is 'keras'; allowed: in_out, out_in"),
-    ({"variant": "fastest"}, ValueError, "no block variant is called 'fastest'; there are: reference"),
+    ({"variant": "fastest"}, ValueError, "no block variant is called 'fastest'; there are: reference, "),
     ({"variant": 3}, TypeError, "variant is 3; expected the name of a variant, or 'auto'"),
     ({"x": tf.zeros((2, 7, WIDTH), tf.float64)}, TypeError, "x holds float64; expected float32, float16 or bfloat16"),
     ({"wk": tf.zeros((WIDTH, 48), tf.float16)}, TypeError, "wk holds float16; expected float32"),
@@ -482,7 +490,8 @@ def test_a_saved_model_is_loaded_in_another_process(tmp_path: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Of a process that sees no GPU."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_key_lengths_reach_the_block() -> None:
@@ -544,3 +553,72 @@ def test_the_package_gives_the_module_when_asked() -> None:
     )
     assert (answer.returncode, answer.stdout) == (0, "FusedAttentionLayer\n"), answer.stderr
     assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention"]
+
+
+# ---- On a GPU ----
+
+LIMITS = {"float32": (1e-4, 1e-3), "float16": (5e-2, 0.0), "bfloat16": (5e-2, 0.0)}
+"""Largest error, absolute and relative, of a block whose sums are kept in float32."""
+
+
+def wide_inputs(dtype: str, tokens: int, head_dim: int) -> dict[str, tf.Tensor]:
+    """A block of HEADS heads whose products are of size one."""
+    width, columns = 96, HEADS * head_dim
+    shapes = {"x": (2, tokens, width), "wq": (width, columns), "wk": (width, columns), "wv": (width, columns)}
+    shapes |= {"wo": (columns, width), "gamma": (width,), "beta": (width,)}
+    scales = {"wo": columns**-0.5} | dict.fromkeys(("wq", "wk", "wv"), width**-0.5)
+    return {
+        name: tf.cast(draw(seed, *shape) * scales.get(name, 1.0), dtype)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+def test_gpu_block_is_the_reference(dtype: str, head_dim: int) -> None:
+    absolute, relative = LIMITS[dtype]
+    for tokens, causal, pre_ln in ((1, False, True), (65, True, True), (130, False, False), (257, True, False)):
+        inputs = wide_inputs(dtype, tokens, head_dim)
+        lengths = tf.constant([tokens, tokens // 2 + 1])
+        call = {"num_heads": HEADS, "head_dim": head_dim, "causal": causal, "pre_ln": pre_ln, "key_lengths": lengths}
+        with tf.device("CPU:0"):
+            on_cpu = {name: tf.identity(each) for name, each in inputs.items()}
+            expected = fused_attention(**on_cpu, **call, variant="reference")
+        eager = fused_attention(**inputs, **call)
+        graph = tf.function(partial(fused_attention, **call), autograph=False)(**inputs)
+        assert "GPU:0" in eager.device
+        np.testing.assert_allclose(
+            tf.cast(eager, tf.float32), tf.cast(expected, tf.float32), rtol=relative, atol=absolute
+        )
+        np.testing.assert_array_equal(tf.cast(graph, tf.float32), tf.cast(eager, tf.float32))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", list(LIMITS))
+def test_gpu_attention_is_the_reference(dtype: str) -> None:
+    q, k, v = (draw(seed, 2, 4, 130, 32, dtype=dtype) for seed in range(3))
+    with tf.device("CPU:0"):
+        expected = attention(*(tf.identity(each) for each in (q, k, v)), key_lengths=[130, 31], variant="reference")
+    out = attention(q, k, v, key_lengths=[130, 31])
+    assert "GPU:0" in out.device
+    np.testing.assert_allclose(tf.cast(out, tf.float32), tf.cast(expected, tf.float32), atol=LIMITS[dtype][0])
+
+
+@on_gpu
+def test_gpu_layer_follows_its_policy_and_survives_saving(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((None, 96)), FusedAttentionLayer(HEADS, 32, dtype="mixed_float16")])
+    randomise(model)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    x = draw(1, 2, 65, 96)
+    out = model(x)
+    assert out.dtype == tf.float16
+    np.testing.assert_array_equal(again(x), out)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), out)
+
+
+@on_gpu
+def test_gpu_refuses_the_reference() -> None:
+    with pytest.raises(tf.errors.UnimplementedError, match=r"'reference' on a GPU; .* under tf.device\('CPU:0'\)"):
+        fused_attention(**block_inputs(), num_heads=HEADS, head_dim=DIM, variant="reference")
