@@ -185,11 +185,12 @@ def cache_dir() -> Path:
 
 
 def read_sources(source: Path) -> dict[str, bytes]:
-    """Every file below a ``cuda/`` folder that a library is made of: relative path -> content."""
+    """Every file below a ``cuda/`` folder that a library is made of: relative path -> content. Hidden files (the
+    formatter's settings) are none, and a wheel would leave them behind."""
     files = {}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
-        if path.is_file() and not set(relative.parts) & set(_NOT_SOURCES):
+        if path.is_file() and not set(relative.parts) & set(_NOT_SOURCES) and not path.name.startswith("."):
             files[relative.as_posix()] = path.read_bytes()
     return files
 

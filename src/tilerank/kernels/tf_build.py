@@ -56,19 +56,26 @@ def _command(compiler: Path, tensorflow: TensorFlow, source: Path, result: Path)
     ]
 
 
+def _identity(tensorflow: TensorFlow, source: Path, compiler: str) -> str:
+    texts = (tensorflow.version, *tensorflow.defines, *_DIALECT, compiler)
+    return build.digest_of(*map(str.encode, texts), *((source / name).read_bytes() for name in _SOURCES))[:32]
+
+
 def operations_path(tensorflow: TensorFlow, *, source: Path | None = None, cache_folder: Path | None = None) -> Path:
     """Where the operations for that TensorFlow are kept: the name is a digest of all that they are made from."""
-    source = source or cuda_dir()
     _, version = build.cxx_compiler()
-    identity = build.digest_of(
-        *(text.encode() for text in (tensorflow.version, *tensorflow.defines, *_DIALECT, version)),
-        *((source / name).read_bytes() for name in _SOURCES),
-    )
-    return (cache_folder or build.cache_dir()) / f"tilerank_tf-{identity[:32]}.so"
+    return (
+        cache_folder or build.cache_dir()
+    ) / f"tilerank_tf-{_identity(tensorflow, source or cuda_dir(), version)}.so"
+
+
+def packaged_path(tensorflow: TensorFlow, folder: Path | None = None) -> Path:
+    """Where a wheel would have the operations for that TensorFlow, compiled from the sources that came with it."""
+    return (folder or build.packaged_dir()) / f"tilerank_tf-{_identity(tensorflow, cuda_dir(), 'packaged')}.so"
 
 
 def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cache_folder: Path | None = None) -> Path:
-    """The operations for that TensorFlow, compiled (some seconds) unless the cache has them.
+    """The operations for that TensorFlow: the package's own, else compiled (some seconds) unless the cache has them.
 
     Args:
         tensorflow: what to compile against.
@@ -78,13 +85,28 @@ def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cach
     Raises:
         TilerankError: no C++ compiler, or a compile error (its first line).
     """
+    if source is None and (packaged := packaged_path(tensorflow)).exists():
+        return packaged
     source = (source or cuda_dir()).resolve()
     result = operations_path(tensorflow, source=source, cache_folder=cache_folder)
-    if result.exists():
-        return result
+    if not result.exists():
+        with build.writing(result.parent):
+            result.parent.mkdir(parents=True, exist_ok=True)
+        _compile(tensorflow, source, result)
+    return result
+
+
+def write_package(tensorflow: TensorFlow, folder: Path) -> Path:
+    """Compile the operations into a wheel's ``folder``, where `packaged_path` finds them. Raises as
+    `build_operations`."""
+    result = packaged_path(tensorflow, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _compile(tensorflow, cuda_dir(), result)
+    return result
+
+
+def _compile(tensorflow: TensorFlow, source: Path, result: Path) -> None:
     compiler, _ = build.cxx_compiler()
-    with build.writing(result.parent):
-        result.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tilerank-tf-") as temporary:
         made = Path(temporary) / result.name
         command = _command(compiler, tensorflow, source, made)
@@ -95,7 +117,6 @@ def build_operations(tensorflow: TensorFlow, *, source: Path | None = None, cach
             raise TilerankError(f"the TensorFlow operations do not compile: {wrong.strip()}")
         with build.writing(result.parent):
             build.keep(made.read_bytes(), result)
-    return result
 
 
 def use_library(operations: Path, library: Path) -> None:
