@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-TOOLS = {"environment", "compose", "gpu", "pack", "quickstart", "records_check", "show", "ui", "finetune"}
+TOOLS = {"environment", "compose", "gpu", "pack", "quickstart", "records_check", "show", "ui", "finetune", "wheel"}
 TOOLS |= {"import_history"}
 """Modules in stages/ that are programs but no block of dvc.yaml (`finetune` is a side stage)."""
 

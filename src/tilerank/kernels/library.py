@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import build as builds
-from tilerank.kernels.registry import DEVICES, DTYPES, LAYOUTS, MASKS
+from tilerank.kernels.registry import DEVICES, DTYPES, LAYOUTS, MASKS, OPERATIONS
 
 ABI_VERSION = 1
 
@@ -27,6 +27,7 @@ DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 """TILERANK_FP32, ..., by the registry's names."""
 
 LENGTHS_NONE, LENGTHS_INT32, LENGTHS_INT64 = range(3)
+WEIGHTS_OUT_IN, WEIGHTS_IN_OUT = range(2)
 MASK_NONE, MASK_BOOL, MASK_FP32, MASK_FP16, MASK_BF16 = range(5)
 
 
@@ -96,7 +97,54 @@ class AttentionVarlenParams(ctypes.Structure):
     )
 
 
-Params: TypeAlias = AttentionParams | AttentionVarlenParams
+class LayernormParams(ctypes.Structure):
+    """tilerank_layernorm_params: layer normalisation of rows. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("gamma", ctypes.c_void_p),
+        ("beta", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("sum_stride", ctypes.c_int64),
+    )
+
+
+class FusedAttentionParams(ctypes.Structure):
+    """tilerank_fused_attention_params: the attention block. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo")),
+        *((name, ctypes.c_void_p) for name in ("gamma", "beta", "residual", "key_lengths", "out")),
+        ("dtype", ctypes.c_int32),
+        ("key_lengths_type", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("pre_ln", ctypes.c_int32),
+        ("weight_layout", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("batch", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("x_strides", ctypes.c_int64 * 2),  # batch, token
+        ("residual_strides", ctypes.c_int64 * 2),
+        ("out_strides", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("wq_stride", "wk_stride", "wv_stride", "wo_stride")),
+    )
+
+
+Params: TypeAlias = AttentionParams | AttentionVarlenParams | LayernormParams | FusedAttentionParams
 
 
 class _VariantStruct(ctypes.Structure):
@@ -182,14 +230,15 @@ class Library:
         self.backend = self._text("tilerank_backend")
         self.archs = tuple(self._text("tilerank_archs").split())
         self._last_error = self._function("tilerank_last_error", ctypes.c_char_p)
-        count = self._function("tilerank_attention_variant_count", ctypes.c_int32)
-        at = self._function("tilerank_attention_variant", ctypes.POINTER(_VariantStruct), ctypes.c_int32)
-        self.variants = tuple(_variant(at(index).contents) for index in range(count()))
+        self.variants_of = {operation: self._variants(operation) for operation in OPERATIONS}
+        self.variants = self.variants_of["attention"]
         self._run = {}
         self._workspace_size = {}
         for kind, name in (
             (AttentionParams, "tilerank_attention"),
             (AttentionVarlenParams, "tilerank_attention_varlen"),
+            (LayernormParams, "tilerank_layernorm"),
+            (FusedAttentionParams, "tilerank_fused_attention"),
         ):
             pointer = ctypes.POINTER(kind)
             self._run[kind] = self._function(
@@ -205,6 +254,11 @@ class Library:
         function.argtypes = arguments
         return function
 
+    def _variants(self, operation: str) -> tuple[Variant, ...]:
+        count = self._function(f"tilerank_{operation}_variant_count", ctypes.c_int32)
+        at = self._function(f"tilerank_{operation}_variant", ctypes.POINTER(_VariantStruct), ctypes.c_int32)
+        return tuple(_variant(at(index).contents) for index in range(count()))
+
     def _text(self, name: str) -> str:
         return self._function(name, ctypes.c_char_p)().decode()
 
@@ -215,15 +269,16 @@ class Library:
         """Why this thread's last refused call was refused; empty before any."""
         return self._last_error().decode(errors="replace")
 
-    def variant(self, name: str) -> Variant:
-        """The variant called ``name``; ValueError with the names that this library has."""
-        for variant in self.variants:
+    def variant(self, name: str, operation: str = "attention") -> Variant:
+        """The operation's variant called ``name``; ValueError with the names that this library has."""
+        variants = self.variants_of[operation]
+        for variant in variants:
             if variant.name == name:
                 return variant
-        raise ValueError(f"{self.path} has no variant {name!r}; it has: {', '.join(v.name for v in self.variants)}")
+        raise ValueError(f"{self.path} has no variant {name!r}; it has: {', '.join(v.name for v in variants)}")
 
     def workspace_size(self, variant: str, params: Params) -> int:
-        """Bytes of workspace that `attention` or `attention_varlen` needs for these parameters.
+        """Bytes of workspace that the operation of these parameters needs.
 
         Raises:
             KernelError: the call would be refused.
@@ -252,17 +307,33 @@ class Library:
             self._run[AttentionVarlenParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
         )
 
+    def layernorm(
+        self, variant: str, params: LayernormParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue layer normalisation; otherwise as `attention`."""
+        self._check(
+            self._run[LayernormParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
+
+    def fused_attention(
+        self, variant: str, params: FusedAttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue the attention block; otherwise as `attention`."""
+        self._check(
+            self._run[FusedAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
+
     def _check(self, status: int) -> None:
         if status != OK:
             raise KernelError(status, self.last_error())
 
 
 def load(target: builds.Target | None = None) -> Library:
-    """The library of this installation's sources, built on first use.
+    """The library of this installation's sources: the one that came with the package, else built on first use.
 
     Args:
-        target: what it must be built for. None: the best that this machine can run (a build for every architecture
-            if the cache has one, else for the devices present; without a device, the reference).
+        target: what it must be built for. None: the best that this machine can run (the package's own, or a build for
+            every architecture, if there is one; else for the devices present; without a device, the reference).
 
     Raises:
         TilerankError: it can be neither found nor built, or is not what these sources build to.
@@ -276,12 +347,19 @@ _load_lock = threading.Lock()
 
 @cache
 def _load(target: builds.Target | None) -> Library:
-    if target is None:
-        target = builds.default_target()
-        if target.backend == "cuda":
-            complete = builds.Target("cuda", builds.ALL_ARCHS)
-            identity = builds.build_id(complete)
-            if builds.library_path(identity).exists():
-                target = complete
-    built = builds.build(target)
+    packaged = builds.packaged()
+    target = target or _best_target(packaged)
+    built = packaged.built if packaged is not None and packaged.serves(target) else builds.build(target)
     return Library(built.path, built.build_id)
+
+
+def _best_target(packaged: builds.Packaged | None) -> builds.Target:
+    target = builds.default_target()
+    if packaged is not None and target.backend == "cpu" and (capabilities := builds.present_capabilities()):
+        wanted = builds.Target("cuda", builds.archs_for(capabilities))
+        return wanted if packaged.serves(wanted) else target  # there is no nvcc, and none may be needed
+    if target.backend == "cuda" and not (packaged is not None and packaged.serves(target)):
+        complete = builds.Target("cuda", builds.ALL_ARCHS)
+        if builds.library_path(builds.build_id(complete)).exists():
+            return complete
+    return target
