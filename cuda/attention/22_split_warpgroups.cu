@@ -374,10 +374,12 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
     const int lane = threadIdx.x % kWarpSize;
     shared.ring.init(kGroups * kGroupWarps);
     queues.init(kGroupWarps);
+    UnitPlace places[2];
+    if (warp >= kGroups * kGroupWarps) find_places<kUnitRows>(args, places, lane);
     __syncthreads();
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kSplitRegisters>();
-        const Passes32 passes(args, lane);
+        const Passes32 passes(args, places);
         if (warp == kThreads / kWarpSize - 1) {
             deal<float, kChunks>(passes, queues, lane);
         } else {
