@@ -92,7 +92,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     SplitQueries<kD> q;
 
     const auto issue_scores = [&](int slot) {
-        const uint32_t panel = ring + slot * (2 * kPanelSize);
+        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize));
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -109,7 +109,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     // Low weights first: tensor cores cut off what does not fit a sum, always towards zero. That adds up over many tiles,
     // so that each begins with 0 and joins the sums of all by an addition that rounds to the nearest.
     const auto issue_products = [&](int slot) {
-        const uint32_t panel = ring + slot * (2 * kPanelSize) + kPanelSize;
+        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize) + kPanelSize);
         const auto multiply = [&](const uint32_t (&a)[4], int step, int add) {
             wgmma_k16<__half, 2 * kD, true>(products, a, tile_descriptor<128>(panel + step * 128, 1), add);
         };

@@ -84,7 +84,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     SplitQueries<kD> q;
 
     const auto issue_scores = [&](int slot) {
-        const uint32_t panel = ring + slot * (2 * kPanelSize);
+        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize));
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -93,7 +93,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         wgmma_commit();
     };
     const auto issue_sums = [&](int slot, bool is_first) {
-        const uint32_t panel = ring + slot * (2 * kPanelSize) + kPanelSize;
+        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize) + kPanelSize);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             wgmma_k16<__half, kD, true>(sums, weights[step], tile_descriptor<128>(panel + step * 128, 1),

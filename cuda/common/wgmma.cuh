@@ -40,6 +40,16 @@ __host__ __device__ constexpr int swizzled_offset(int row, int byte) {
     return offset ^ ((offset >> 7 & (kRowBytes / 16 - 1)) << 4);
 }
 
+// A number that all lanes have alike, in a register of the warp: what descriptors are computed from, which products take
+// from there. A shuffle would do as well, but its result has to move there before each product.
+__device__ __forceinline__ uint32_t warp_register(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(kFullMask, value);
+#else
+    return value;
+#endif
+}
+
 // What describes such rows to wgmma, in units of 16 bytes: where in shared memory they begin, and how far it is from
 // one part of columns to the next.
 template <int kRowBytes>
