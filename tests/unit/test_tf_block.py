@@ -79,6 +79,14 @@ def test_driver_calls_are_counted_by_name_and_kernels_kept_in_order(tmp_path: Pa
 
 
 @needs_compiler
+def test_the_counter_compiles_without_a_warning(repository: Path, tmp_path: Path) -> None:
+    source = repository / "cuda" / "tests" / "driver_calls.c"
+    command = ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", tmp_path / "calls.so", source]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+@needs_compiler
 def test_what_is_no_cupti_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(TilerankError, match=r"not counted: there is no CUPTI"):
         DriverCalls(tmp_path, [])

@@ -180,6 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         tf.config.set_visible_devices([], "GPU")
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # Keras's own fp32 is held to fp32's limit
     gpus = tf.config.get_visible_devices("GPU")
     record: dict[str, Any] = {"tensorflow": tf.__version__, "keras": keras.__version__, "on_gpu": bool(gpus)}
     record |= {"build_id": library.load().build_id, "cases": {}}

@@ -571,7 +571,7 @@ TABLES = (
         ),
         "Batch 8, width 768, 12 heads. A time is that of a call when calls are queued one behind another, the host's "
         "share included. Launches, copies, allocations and waits are those that the CUDA driver sees during a call; "
-        "errors are against float64 on the CPU. Keras’s own: LayerNormalization and MultiHeadAttention.",
+        "errors are against float64 on the CPU. Keras’s own: LayerNormalization and MultiHeadAttention, TF32 off.",
         facts=(
             Column("TensorFlow", "version", text),
             Column("cuBLAS under Keras’s own", "cublas", text),
