@@ -543,6 +543,19 @@ def test_the_encoder_example_runs_and_its_two_encoders_agree(repository: Path) -
     assert lines[3].startswith("fused: ")
 
 
+def test_the_program_of_the_page_runs(repository: Path, tmp_path: Path) -> None:
+    """As it stands but for the variant and fewer tokens: a CPU has the reference only."""
+    text = (repository / "docs" / "bindings.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    for stands, runs in (("head_dim=64,", "head_dim=64, variant='reference',"), ("(8, 512, 768)", "(1, 4, 768)")):
+        assert stands in program
+        program = program.replace(stands, runs)
+    command = [sys.executable, "-c", program + "print(y.shape, y.dtype.name)"]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
+    assert answer.stdout == "(1, 4, 768) float16\n", answer.stderr
+    assert (tmp_path / "block.keras").exists()
+
+
 def test_the_package_gives_the_module_when_asked() -> None:
     code = (
         "import sys, tilerank; assert 'tensorflow' not in sys.modules; "
