@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import stat
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import write_own_attention, write_tiny_bert
+from tiny_models import merge_json, write_own_attention, write_tiny_bert
 
 from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
@@ -95,6 +96,33 @@ def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
     pairs = [*((QUERY, passage) for passage in PASSAGES), ("heart risk", PASSAGES[3])]
     expected = [*exact, *many.score("heart risk", PASSAGES[3:4])]
     np.testing.assert_allclose(many.score_pairs(pairs), expected, atol=1e-4, rtol=0)
+
+
+LONG = ("risk of infection " * 30, "fever")
+
+
+@pytest.mark.parametrize("passages", [PASSAGES, PASSAGES[1:2], LONG, ("\u00e9 aspirin \U0001f600", *LONG)])
+@pytest.mark.parametrize("query", [QUERY, "", "heart risk " * 40])
+def test_inputs_are_those_of_the_tokenizer_call(model: tuple[Path, str], query: str, passages: tuple[str, ...]):
+    scorer = HuggingFaceScorer(*model, "fp32", "cpu", 48, batch_size=2)
+    ours = scorer.inputs(query, passages)
+    theirs = [scorer.tokenize(texts) for texts in scorer.batches(query, passages)]
+    assert len(ours) == len(theirs) > 0
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert batch.keys() == expected.keys()
+        for name, values in batch.items():
+            assert values.dtype == expected[name].dtype
+            assert torch.equal(values, expected[name]), name
+
+
+def test_inputs_are_padded_and_cut_at_the_tokenizer_s_own_side(model: tuple[Path, str], tmp_path: Path):
+    shutil.copytree(model[0], tmp_path / "left")
+    merge_json(tmp_path / "left" / "tokenizer_config.json", {"padding_side": "left", "truncation_side": "left"})
+    scorer = HuggingFaceScorer(tmp_path / "left", model[1], "fp32", "cpu", 48)
+    (ours,), (texts,) = scorer.inputs(QUERY, LONG), scorer.batches(QUERY, LONG)
+    theirs = scorer.tokenize(texts)
+    assert not theirs["attention_mask"][-1, 0]
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
 @pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
