@@ -21,7 +21,17 @@ from tiny_models import merge_json, write_own_attention, write_tiny_bert
 
 from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
-from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, ErrorLimits, ErrorLog, RerankSetup
+from tilerank.bench.rerank import (
+    CACHED,
+    CROSS_ENCODER,
+    OURS,
+    TUNED,
+    Call,
+    ErrorLimits,
+    ErrorLog,
+    Rerankers,
+    RerankSetup,
+)
 from tilerank.bench.timing import Row
 from tilerank.errors import TilerankError
 from tilerank.profiling import NsysError, run_nsys
@@ -173,13 +183,15 @@ def token_cache(setup: RerankSetup, folder: Path) -> Path:
 def bench_precision(setup: RerankSetup, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
     reference = rerank.reference_scores(setup, calls)
     limits = rerank.error_limits(setup, "fp32", calls, reference)
-    return rerank.bench_precision(setup, "fp32", calls, reference, limits, rounds)
+    rerankers = Rerankers.of(setup, "fp32")
+    return rerank.bench_precision(setup, "fp32", rerankers, calls, reference, limits, rounds)
 
 
 def bench_steps(setup: RerankSetup, precision: str, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
     reference = rerank.reference_scores(setup, calls)
     limits = rerank.error_limits(setup, precision, calls, reference)
-    return rerank.bench_steps(setup, precision, calls, reference, limits, rounds)
+    rerankers = Rerankers.of(setup, precision)
+    return rerank.bench_steps(setup, precision, rerankers, calls, reference, limits, rounds)
 
 
 def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -232,7 +244,8 @@ def test_a_wrong_step_has_no_time(model: tuple[Path, str], monkeypatch: pytest.M
 
 
 def test_many_queries_at_once(model: tuple[Path, str]):
-    record = rerank.bench_many(setup_of(model), "fp32", (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3])), 2)
+    setup, calls = setup_of(model), (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
+    record = rerank.bench_many(setup, "fp32", Rerankers.of(setup, "fp32"), calls, 2)
     assert record["many_pairs"] == 8
     assert 0 < record["pairs_per_s"] < 1e6
     assert record["cross_encoder_pairs_per_s"] > 0
