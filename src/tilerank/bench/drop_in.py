@@ -110,8 +110,15 @@ def _refusal(model: type[torch.nn.Module]) -> str | None:
 
 def scorers(setup: RerankSetup, precision: str) -> tuple[HuggingFaceScorer, DropInScorer]:
     """The unmodified model, and the one with its attention swapped for ``setup.attention``."""
-    arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
-    return HuggingFaceScorer(*arguments), DropInScorer(*arguments, variant=_variant(setup))
+    return HuggingFaceScorer(*_arguments(setup, precision)), _swapped(setup, precision)
+
+
+def _swapped(setup: RerankSetup, precision: str) -> DropInScorer:
+    return DropInScorer(*_arguments(setup, precision), variant=_variant(setup))
+
+
+def _arguments(setup: RerankSetup, precision: str) -> tuple[Any, ...]:
+    return setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size
 
 
 def _variant(setup: RerankSetup) -> str:
@@ -205,8 +212,8 @@ def summarise(
 def rank_tasks(setup: RerankSetup, precisions: Sequence[str], tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
     """``quality.<name>.<precision>`` of every task of ``tasks`` (by name): the model with its attention swapped beside
     the unmodified one in fp32, on the same candidates."""
-    unmodified, _ = scorers(setup, "fp32")
-    models = {_UNMODIFIED: unmodified} | {precision: scorers(setup, precision)[1] for precision in precisions}
+    unmodified = HuggingFaceScorer(*_arguments(setup, "fp32"))
+    models = {_UNMODIFIED: unmodified} | {precision: _swapped(setup, precision) for precision in precisions}
     records: dict[str, dict[str, Any]] = {}
     for name, task in tasks.items():
         found = score_by_all(
