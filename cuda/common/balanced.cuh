@@ -150,15 +150,13 @@ struct Passes {
     int chunks = 0;
     int known = -1;  // the sequence that `place` is of
 
-    // By one warp.
-    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane) : args(args) {
-        UnitPlace places[2];
-        find_places<kUnitRows>(args, places, lane);
-        end = {uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)};
-        sequence = uniform(places[0].sequence);
-        head = uniform(places[0].head);
-        last_unit = uniform(places[0].unit);
-    }
+    // By one warp, from what find_places found.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
+        : args(args),
+          end{uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)},
+          sequence(uniform(places[0].sequence)),
+          head(uniform(places[0].head)),
+          last_unit(uniform(places[0].unit)) {}
 
     __device__ __forceinline__ int units() const { return (place.q_len + kUnitRows - 1) / kUnitRows; }
 
