@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tilerank.errors import TilerankError
-
 try:
     import keras
     import tensorflow as tf
 except ImportError as error:
-    raise TilerankError(
+    raise ImportError(
         f"tilerank.tf needs TensorFlow 2.21 ({error}): `make tf-env` makes an environment with it, apart from torch's; "
         "elsewhere `pip install 'tensorflow==2.21.*'`"
     ) from error
 
+from tilerank.errors import TilerankError
 from tilerank.kernels.tf_ops import attention, fused_attention
 
 __all__ = ["FusedAttentionLayer", "attention", "fused_attention"]

@@ -7,7 +7,7 @@ TensorFlow's own memory and stream: nothing is copied, nothing allocated outside
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd, isfinite
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,7 @@ def _capabilities() -> tuple[int, ...]:
     return tuple(sorted({10 * major + minor for major, minor in (each["compute_capability"] for each in details)}))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _choose(
     operation: str, variant: str, dtype: str, head_dim: int, k_len: int, masks: frozenset[str], width: int = 0
 ) -> str:
