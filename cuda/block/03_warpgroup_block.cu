@@ -87,8 +87,12 @@ __device__ __forceinline__ void multiply_step(Fragment (&sums)[kColumns / 8], co
 // A tile is kProjectRows rows by kColumns columns of one of the three.
 constexpr int kProjectRows = 128;
 constexpr int kProjectThreads = 3 * kGroupThreads;  // one group normalises, two multiply
-constexpr int kNormalizeRegisters = 128;
-constexpr int kMultiplyRegisters = 192;
+constexpr int kNormalizeRegisters = 136;
+constexpr int kMultiplyRegisters = 184;
+// A block is launched with equal shares of 65,536 registers, in eights a thread. A group that asked for more than the
+// others have given back would wait for ever.
+constexpr int launch_registers(int threads) { return 65536 / threads / 8 * 8; }
+static_assert(kNormalizeRegisters + 2 * kMultiplyRegisters <= 3 * launch_registers(kProjectThreads));
 
 template <int kColumns>
 struct ProjectShape {
@@ -422,6 +426,13 @@ struct Shape {
     static constexpr int kResident = kChunks * 2 / 3;
     static constexpr int kRingBytes = kChunks * 2 * kTileBytes;
 };
+
+template <int D>
+constexpr bool shares_registers =
+    Shape<D>::kGroups * Shape<D>::kRegisters + Shape<D>::kCopyRegisters <=
+    (Shape<D>::kGroups + 1) * launch_registers(Shape<D>::kThreads);
+static_assert(shares_registers<32> && shares_registers<64> && shares_registers<80> && shares_registers<96> &&
+              shares_registers<128>);
 
 template <int D>
 using PassesFor = Passes<kUnitRows, Shape<D>::kGroups, Shape<D>::kResident>;
@@ -876,10 +887,8 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const unsigne
         }
         group_barrier(group_barrier_id, kGroupThreads);
         if (is_last[group] == 0) continue;
-        for (int token = first_token + group_warp; token < min(first_token + kUnitRows, tokens);
-             token += kGroupWarps) {
-            normalize_out_row<Element>(plan, sequence * tokens + token, lane);
-        }
+        normalize_out_rows<Element>(plan, sequence * tokens + first_token, min(kUnitRows, tokens - first_token),
+                                    group_warp, kGroupWarps, lane);
     }
 }
 
@@ -1014,12 +1023,20 @@ template <typename Element, int D, bool kInOut>
 tilerank_status launch_for(const BlockPlan& plan, void* stream) {
     using S = Shape<D>;
     const BlockArgs& args = plan.args;
-    const int multis = std::max(multiprocessors(), 1);
-    // Wide tiles cost less memory traffic; narrow ones keep all multiprocessors busy where there are few rows.
-    const bool wide_project =
-        ceil_divide(plan.rows, kProjectRows) * 3 * ceil_divide(plan.columns, 256) > multis;
+    // Wide tiles cost less memory traffic, narrow ones leave fewer multiprocessors without: whichever ends first, by
+    // what a round of tiles takes.
+    const int64_t multis = std::max(multiprocessors(), 1);
+    const int64_t row_blocks = ceil_divide(plan.rows, kProjectRows);
+    const auto rounds = [&](int64_t tiles) { return ceil_divide(tiles, multis); };
+    constexpr int kWideRound = 20;
+    constexpr int kNarrowRound = 11;
+    const bool wide_project = kWideRound * rounds(row_blocks * 3 * ceil_divide(plan.columns, 256)) <=
+                              kNarrowRound * rounds(row_blocks * 3 * ceil_divide(plan.columns, 128));
     using Many = OutShape<S::kGroups, true>;
-    const bool many = out_tiles<Many>(plan) > multis;
+    using Few = OutShape<S::kGroups, false>;
+    constexpr int kManyRound = 14;
+    constexpr int kFewRound = 10;
+    const bool many = kManyRound * rounds(out_tiles<Many>(plan)) <= kFewRound * rounds(out_tiles<Few>(plan));
 
     Maps maps;
     const auto describe_weights = [&](TensorMap* map, const void* base, int64_t outputs, int64_t inputs, int64_t stride,
@@ -1028,7 +1045,7 @@ tilerank_status launch_for(const BlockPlan& plan, void* stream) {
                       : describe_matrix(map, args.dtype, base, outputs, inputs, stride, columns);
     };
     const int project_columns = wide_project ? 256 : 128;
-    const int out_columns = many ? Many::kTileColumns : OutShape<S::kGroups, false>::kTileColumns;
+    const int out_columns = many ? Many::kTileColumns : Few::kTileColumns;
     const bool described =
         describe_weights(&maps.weights[0], args.wq, plan.columns, args.width, args.wq_stride, project_columns) &&
         describe_weights(&maps.weights[1], args.wk, plan.columns, args.width, args.wk_stride, project_columns) &&
