@@ -13,7 +13,15 @@ from tilerank.report import host_path
 from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
-PAGES = ("README.md", "docs/ladder.md", "docs/kernels.md", "docs/attention.md", "docs/analysis.md", host_path.PAGE)
+PAGES = (
+    "README.md",
+    "docs/ladder.md",
+    "docs/kernels.md",
+    "docs/attention.md",
+    "docs/analysis.md",
+    "docs/bindings.md",
+    host_path.PAGE,
+)
 
 PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path")
 """Those that README and docs show."""

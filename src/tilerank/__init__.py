@@ -2,8 +2,8 @@
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
 `register` makes them an attention implementation of transformers; `fused_attention` and `FusedAttentionLayer` are the
-attention block of an encoder layer. Each is imported when it is first used: importing
-the package loads no torch.
+attention block of an encoder layer, and `tf` has the same for TensorFlow and Keras. Each is imported when it is first
+used: importing the package loads no framework.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tf":
+        return importlib.import_module("tilerank.tf")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -47,15 +47,17 @@ class Tokens:
         ``seen`` has the places of sequences of earlier calls, which are not distinct any more, and gets the new ones:
         places go on counting.
         """
-        ends = np.cumsum(self.lengths)
         places = {} if seen is None else seen
+        ids, types = self.ids.tobytes(), self.type_ids.tobytes()
         rows, inverse = [], []
-        for row, (end, length) in enumerate(zip(ends.tolist(), self.lengths.tolist(), strict=True)):
-            key = self.ids[end - length : end].tobytes() + self.type_ids[end - length : end].tobytes()
-            if key not in places:
-                places[key] = len(places)
+        start = 0
+        for row, end in enumerate((np.cumsum(self.lengths) * self.ids.itemsize).tolist()):
+            number = len(places)
+            place = places.setdefault(ids[start:end] + types[start:end], number)
+            if place == number:
                 rows.append(row)
-            inverse.append(places[key])
+            inverse.append(place)
+            start = end
         return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)
 
     def padded(self, rows: np.ndarray, pad_id: int) -> np.ndarray:
@@ -236,20 +238,26 @@ class _Template:
 
     def assemble(self, texts: list[list[np.ndarray]], truncated: np.ndarray) -> Tokens:
         """``texts[k][i]`` is the k-th text of sequence i, already cut."""
-        counts = np.array([[len(ids) for ids in rows] for rows in texts], dtype=np.int64).reshape(len(texts), -1)
-        widest = int(counts.max(initial=0))
-        constant = [np.full(widest, kind, dtype=np.int32) for kind in self.text_types]
-        ids: list[np.ndarray] = []
-        types: list[np.ndarray] = []
-        for row in zip(*texts, strict=True):
-            for k, text in enumerate(row):
-                ids += (self.gaps[k], text)
-                types += (self.gap_types[k], constant[k][: len(text)])
-            ids.append(self.gaps[-1])
-            types.append(self.gap_types[-1])
-        empty = np.zeros(0, dtype=np.int32)
+        number = len(truncated)
+        # The ids, and how long a run of which type: of one special token, or of a text.
+        ids: list[list[np.ndarray]] = []
+        kinds: list[int] = []
+        runs: list[np.ndarray] = []
+        for k, (gap, gap_types) in enumerate(zip(self.gaps, self.gap_types, strict=True)):
+            ids.append([gap] * number)
+            kinds += gap_types.tolist()
+            runs += [np.ones(number, dtype=np.int64)] * len(gap)
+            if k < len(texts):
+                ids.append(texts[k])
+                kinds.append(self.text_types[k])
+                runs.append(_counts(texts[k]))
+        counts = np.stack(runs, axis=1)
+        parts = [part for row in zip(*ids, strict=True) for part in row]
         return Tokens(
-            np.concatenate(ids or [empty]), np.concatenate(types or [empty]), counts.sum(0) + self.specials, truncated
+            np.concatenate(parts or [np.zeros(0, dtype=np.int32)]),
+            np.repeat(np.tile(np.array(kinds, dtype=np.int32), number), counts.reshape(-1)),
+            counts.sum(1),
+            truncated,
         )
 
 
@@ -259,8 +267,10 @@ def _counts(ids: list[np.ndarray]) -> np.ndarray:
 
 def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring."""
-    fits = queries + passages <= room
     query_fits = queries < room
+    if query_fits.all():  # nearly always
+        return queries, np.minimum(passages, room - queries)
+    fits = queries + passages <= room
     shorter = np.minimum(queries, passages)
     longer = np.maximum(shorter, room - shorter)
     halves = shorter + longer > room

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from tilerank.bench.peers import HuggingFaceScorer
-from tilerank.bench.rerank import ERROR_FLOORS, RerankSetup, make_reranker
+from tilerank.bench.rerank import ErrorLimits, ErrorLog, RerankSetup, error_record, make_reranker
 from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
 from tilerank.bench.workloads import SEED_LENGTHS
 from tilerank.models import describe
@@ -22,6 +23,11 @@ from tilerank.tokenization import Tokens
 
 OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
 WARMUP, ROUNDS = 5, 40
+DRAWS = 8
+"""Lists of ids whose scores are judged."""
+
+System: TypeAlias = Callable[[Tokens], Callable[[], torch.Tensor]]
+"""Puts tokens on the device and returns what runs the model over them: logits ``[n]`` or vectors ``[n, d]``."""
 
 
 def seed_tokens(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Tokens:
@@ -37,29 +43,38 @@ def seed_tokens(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Token
 def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, rounds: int = ROUNDS) -> dict[str, Any]:
     """``forward.<precision>``: medians in ms and how many times sooner ours ends than each of the others.
 
-    A pass whose logits (vectors) are wrong has no time; ``failures`` says why. A ratio below the spread is listed under
+    A pass whose logits (vectors) are wrong has no time; ``failures`` says why. They are judged over `DRAWS` lists of
+    ids (see `tilerank.bench.rerank.ErrorLimits`), the first of which is timed. A ratio below the spread is listed under
     ``noise``.
     """
     description = describe(setup.path)
     limit = min(setup.max_length, description.own_max_length or setup.max_length)
-    tokens = seed_tokens(description.vocabulary_size or 1000, [min(count, limit) for count in SEED_LENGTHS])
-    exact = _padded(setup, "fp64", tokens)()
-    runs = {
-        OURS: _packed(setup, precision, tokens),
-        LIBRARY: _packed(replace(setup, attention="sdpa"), precision, tokens),
-        TRANSFORMERS: _padded(setup, precision, tokens),
+    lengths = [min(count, limit) for count in SEED_LENGTHS]
+    draws = [seed_tokens(description.vocabulary_size or 1000, lengths, seed) for seed in range(DRAWS)]
+    systems: dict[str, System] = {
+        OURS: make_reranker(setup, precision).forward_of,
+        LIBRARY: make_reranker(replace(setup, attention="sdpa"), precision).forward_of,
+        TRANSFORMERS: _padded(setup, precision),
     }
+    exact = _scores(_padded(setup, "fp64"), draws)
+    found = {name: _scores(system, draws) for name, system in systems.items()}
+    limits = ErrorLimits.of(precision, found[TRANSFORMERS], exact)
+    logs = {name: ErrorLog() for name in systems}
+    for name, scores in found.items():
+        for ours, truth in zip(scores, exact, strict=True):
+            logs[name].against(truth)(ours)
 
-    def error(found: torch.Tensor) -> float:
-        return float((found.double() - exact).abs().max())
+    def error(scores: torch.Tensor, log: ErrorLog) -> float:
+        return log.against(exact[0])(_on_host(scores))
 
-    tolerance = max(2 * error(runs[TRANSFORMERS]()), ERROR_FLOORS[precision])
-    cases = [Case(name, run, error, tolerance) for name, run in runs.items()]
+    cases = [
+        Case(name, system(draws[0]), partial(error, log=logs[name]), limits.largest) for name, system in systems.items()
+    ]
     rows = measure(cases, WallClock(setup.device), warmup=warmup, rounds=rounds, description=f"forward {precision}")
-    record: dict[str, Any] = {"max_abs_error": {row.name: row.error for row in rows if np.isfinite(row.error)}}
-    if failures := {row.name: row.failure for row in rows if row.failure}:
+    record = {**error_record(logs), "tolerance": limits.largest, "rms_tolerance": limits.rms}
+    if failures := {name: reason for name, log in logs.items() if (reason := log.failure(limits))}:
         record["failures"] = failures
-    ours, *theirs = (row.spread for row in rows)
+    ours, *theirs = (None if row.name in failures else row.spread for row in rows)
     if ours is not None:
         record |= {"ms": 1e3 * ours.median, "p10_ms": 1e3 * ours.p10, "p90_ms": 1e3 * ours.p90}
     compared: dict[str, Ratio] = {}
@@ -74,15 +89,23 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     return record
 
 
-def _packed(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
-    reranker = make_reranker(setup, precision)
-    return reranker.forward_of(tokens)
+def _scores(system: System, draws: Sequence[Tokens]) -> list[np.ndarray]:
+    return [_on_host(system(draw)()) for draw in draws]
 
 
-def _padded(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
+def _on_host(scores: torch.Tensor) -> np.ndarray:
+    return scores.double().cpu().numpy()
+
+
+def _padded(setup: RerankSetup, precision: str) -> System:
     scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
-    ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(tokens.lengths)), 0)).to(setup.device)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if describe(setup.path).uses_token_types:
-        inputs["token_type_ids"] = types
-    return lambda: scorer.forward(inputs)
+    uses_types = describe(setup.path).uses_token_types
+
+    def forward_of(tokens: Tokens) -> Callable[[], torch.Tensor]:
+        ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(tokens.lengths)), 0)).to(setup.device)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if uses_types:
+            inputs["token_type_ids"] = types
+        return lambda: scorer.forward(inputs)
+
+    return forward_of
