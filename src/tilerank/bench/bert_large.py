@@ -75,8 +75,8 @@ class FusedBertAttention(torch.nn.Module):
         return out, None
 
 
-def make_model(layers: int, width: int, heads: int, implementation: str) -> torch.nn.Module:
-    """A BERT encoder with random weights, the same for the same sizes."""
+def make_model(layers: int, width: int, heads: int, implementation: str, device: str = "cpu") -> torch.nn.Module:
+    """A BERT encoder with random weights, the same for the same sizes and device."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
@@ -87,7 +87,8 @@ def make_model(layers: int, width: int, heads: int, implementation: str) -> torc
         intermediate_size=4 * width,
         attn_implementation=implementation,
     )
-    return BertModel(config, add_pooling_layer=False).eval()
+    with torch.device(device):
+        return BertModel(config, add_pooling_layer=False).eval()
 
 
 def swap_attention(model: torch.nn.Module, variant: str = "auto") -> torch.nn.Module:
@@ -133,9 +134,10 @@ def time_length(
     dtype = DTYPES[precision]
     with arithmetic(precision):
         ids = torch.randint(1000, 30000, (batch, tokens), generator=torch.Generator().manual_seed(0)).to("cuda")
-        models = {name: make_model(layers, width, heads, name).to("cuda", dtype) for name in (EAGER, "sdpa")}
-        ours = swap_attention(make_model(layers, width, heads, "sdpa")).to("cuda", dtype)
-        exact_model = make_model(layers, width, heads, EAGER).to(dtype).double().to("cuda")
+        sizes = (layers, width, heads)
+        models = {name: make_model(*sizes, name, "cuda").to(dtype) for name in (EAGER, "sdpa")}
+        ours = swap_attention(make_model(*sizes, "sdpa", "cuda").to(dtype))
+        exact_model = make_model(*sizes, EAGER, "cuda").to(dtype).double()
         exact = torch.cat([exact_model(input_ids=row[None]).last_hidden_state for row in ids])
         del exact_model
 
