@@ -77,13 +77,12 @@ __device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args,
     return cost;
 }
 
-// Where this block's part begins and ends: places[0] and places[1]. By one warp. Its code is short, because every block
-// waits for it, with no instruction in any cache yet.
+// Where the part of `block` of `blocks` begins and ends: places[0] and places[1]. By one warp. Its code is short,
+// because every block waits for it, with no instruction in any cache yet.
 template <int kUnitRows>
-__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
+__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane, int block,
+                                            int blocks) {
     const int batch = static_cast<int>(args.batch);
-    const int block = static_cast<int>(blockIdx.x);
-    const int blocks = static_cast<int>(gridDim.x);
     double targets[2];
     places[0] = places[1] = {batch, 0, 0};
     double total = 0.0;
@@ -151,9 +150,13 @@ struct Passes {
     int known = -1;  // the sequence that `place` is of
 
     // By one warp.
-    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane) : args(args) {
+    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane)
+        : Passes(args, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)) {}
+
+    // Of part `block` of `blocks`, whichever block it is that works on it.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane, int block, int blocks) : args(args) {
         UnitPlace places[2];
-        find_places<kUnitRows>(args, places, lane);
+        find_places<kUnitRows>(args, places, lane, block, blocks);
         end = {uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)};
         sequence = uniform(places[0].sequence);
         head = uniform(places[0].head);
