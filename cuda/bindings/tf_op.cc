@@ -90,7 +90,7 @@ class TilerankOp : public OpKernel {
                                                           "CPU only: call it under tf.device('CPU:0')")));
         OP_REQUIRES(context, library.load() != nullptr,
                     absl::FailedPreconditionError(
-                        absl::StrCat(type_string(), " has no library to call; import tilerank.tf, which loads it")));
+                        absl::StrCat(type_string(), " has no library to call: call tilerank.tf.load_operations()")));
     }
 
   protected:

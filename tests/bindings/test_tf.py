@@ -460,6 +460,9 @@ def test_a_global_policy_is_followed() -> None:
 
 
 def test_the_configuration_makes_the_same_layer() -> None:
+    assert FusedAttentionLayer(np.int64(2), np.int32(8)).get_config()["num_heads"].__class__ is int, (
+        "JSON knows no other"
+    )
     made = layer(
         causal=True, pre_ln=False, dtype="mixed_bfloat16", epsilon=1e-3, use_bias=False, add_residual=True, name="block"
     )
@@ -489,6 +492,24 @@ def test_a_saved_model_is_loaded_in_another_process(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model(x))
 
 
+def test_an_exported_graph_is_loaded_in_another_process(tmp_path: Path) -> None:
+    """A SavedModel holds operations, no code: they must be known before it is loaded."""
+    model = keras.Sequential([keras.Input((None, WIDTH)), layer()])
+    randomise(model)
+    x = draw(1, 2, 7, WIDTH)
+    model.export(tmp_path / "exported", verbose=False)
+    np.save(tmp_path / "x.npy", x)
+    code = (
+        "import numpy, tensorflow as tf, tilerank.tf; tilerank.tf.load_operations(); "
+        "loaded = tf.saved_model.load('exported'); "
+        "numpy.save('y.npy', loaded.serve(tf.constant(numpy.load('x.npy'))))"
+    )
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
+    assert answer.returncode == 0, answer.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model(x))
+
+
 def environment() -> dict[str, str]:
     """Of a process that sees no GPU."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
@@ -512,13 +533,14 @@ def test_a_keras_mask_is_refused_not_dropped() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 0}, "num_heads is 0; expected an int of 1 or more"),
+        ({"num_heads": 0}, "num_heads is 0; allowed: 1 to"),
         ({"head_dim": "64"}, "head_dim is '64'; expected an int"),
+        ({"head_dim": 257}, "head_dim is 257; allowed: 1 to 256"),
         ({"dtype": "float64"}, "computes in float64; allowed: float32, float16, bfloat16"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         FusedAttentionLayer(**{"num_heads": HEADS, "head_dim": DIM, **options})
 
 
@@ -565,7 +587,7 @@ def test_the_package_gives_the_module_when_asked() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
     )
     assert (answer.returncode, answer.stdout) == (0, "FusedAttentionLayer\n"), answer.stderr
-    assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention"]
+    assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention", "load_operations"]
 
 
 # ---- On a GPU ----
