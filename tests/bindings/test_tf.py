@@ -475,39 +475,29 @@ def test_the_configuration_makes_the_same_layer() -> None:
     assert len(again.weights) == 6, "no biases"
 
 
-def test_a_saved_model_is_loaded_in_another_process(tmp_path: Path) -> None:
-    policy = "mixed_float16"
+def test_a_saved_and_an_exported_model_are_loaded_in_another_process(tmp_path: Path) -> None:
+    """A SavedModel holds operations and no code: they must be known before it is loaded."""
     inputs = keras.Input((None, WIDTH))
-    outputs = layer(causal=True, pre_ln=False, dtype=policy, add_residual=True)(layer(dtype=policy)(inputs))
-    model = keras.Model(inputs, outputs)
+    first, second = layer(dtype="mixed_float16"), layer(causal=True, pre_ln=False, add_residual=True)
+    model = keras.Model(inputs, second(first(inputs)))
     randomise(model)
     x = draw(1, 2, 7, WIDTH)
     model.save(tmp_path / "model.keras")
-    np.save(tmp_path / "x.npy", x)
-    code = (
-        "import sys, keras, numpy, tilerank.tf; model = keras.models.load_model('model.keras'); "
-        "numpy.save('y.npy', model.predict(numpy.load('x.npy'), verbose=0))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True, env=environment())
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model(x))
-
-
-def test_an_exported_graph_is_loaded_in_another_process(tmp_path: Path) -> None:
-    """A SavedModel holds operations, no code: they must be known before it is loaded."""
-    model = keras.Sequential([keras.Input((None, WIDTH)), layer()])
-    randomise(model)
-    x = draw(1, 2, 7, WIDTH)
     model.export(tmp_path / "exported", verbose=False)
     np.save(tmp_path / "x.npy", x)
-    code = (
-        "import numpy, tensorflow as tf, tilerank.tf; tilerank.tf.load_operations(); "
-        "loaded = tf.saved_model.load('exported'); "
-        "numpy.save('y.npy', loaded.serve(tf.constant(numpy.load('x.npy'))))"
-    )
+    code = """
+import keras, numpy, tensorflow as tf, tilerank.tf
+x = numpy.load("x.npy")
+tilerank.tf.load_operations()
+exported = tf.saved_model.load("exported")
+numpy.save("exported.npy", exported.serve(tf.constant(x)))
+numpy.save("saved.npy", keras.models.load_model("model.keras").predict(x, verbose=0))
+"""
     command = [sys.executable, "-c", code]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
     assert answer.returncode == 0, answer.stderr
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model(x))
+    for name in ("saved.npy", "exported.npy"):
+        np.testing.assert_array_equal(np.load(tmp_path / name), model(x), err_msg=name)
 
 
 def environment() -> dict[str, str]:
