@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ import keras
 import tensorflow as tf
 
 import tilerank.tf
+from tilerank.bench import tf_process
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry, tf_build, tf_ops
 from tilerank.tf import FusedAttentionLayer, attention, fused_attention
@@ -578,6 +580,20 @@ def test_the_package_gives_the_module_when_asked() -> None:
     )
     assert (answer.returncode, answer.stdout) == (0, "FusedAttentionLayer\n"), answer.stderr
     assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention", "load_operations"]
+
+
+# ---- What the record is taken from ----
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_way_of_calling_and_keras_own_block_compute_one_thing(precision: str) -> None:
+    """Weights that differ in every place: one that went into the wrong one would show."""
+    case = tf_process.run_case((2, 5, 24), precision, Namespace(heads=3), on_gpu=False, calls=None)
+    assert list(case) == ["eager", "graph", "layer", "stock_eager", "stock_graph"]
+    for way, seen in case.items():
+        assert 0 < seen["max_abs_error"] < {"fp32": 2e-6, "fp16": 1e-2}[precision], way
+        assert seen["device"].endswith("CPU:0"), way
+        assert "seconds" not in seen, "a CPU is not timed"
 
 
 # ---- On a GPU ----
