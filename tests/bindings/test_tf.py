@@ -11,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ import tensorflow as tf
 import tilerank.tf
 from tilerank.bench import tf_process
 from tilerank.errors import TilerankError
-from tilerank.kernels import registry, tf_build, tf_ops
+from tilerank.kernels import build, registry, tf_build, tf_ops
 from tilerank.tf import FusedAttentionLayer, attention, fused_attention
 
 HEADS, DIM, WIDTH = 3, 16, 24
@@ -152,6 +153,23 @@ def test_a_compile_error_is_one_line(tmp_path: Path) -> None:
         tf_build.build_operations(tf_ops.installed(), source=source, cache_folder=tmp_path / "cache")
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_operations_that_came_with_the_package_need_no_compiler(
+    operations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> None:
+        raise TilerankError("there is no C++ compiler")
+
+    monkeypatch.setattr(build, "packaged_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "cxx_compiler", no_compiler)
+    with pytest.raises(TilerankError, match="there is no C"):
+        tf_build.build_operations(tf_ops.installed())
+    packaged = Path(shutil.copy(operations, tf_build.packaged_path(tf_ops.installed())))
+    assert tf_build.build_operations(tf_ops.installed()) == packaged
+    other = replace(tf_ops.installed(), version="2.21.0 of another build")
+    with pytest.raises(TilerankError, match="there is no C"):
+        tf_build.build_operations(other)
 
 
 def symbols(path: Path, *options: str) -> list[str]:
