@@ -215,6 +215,12 @@ FULL = {
     },
     "later": {
         "block": {"fp16": {"us": 101.0, "launches": 1, "unfused_us": 203.0, "unfused_launches": 7}},
+        "block_lengths": {
+            "fp16": {
+                "128": {"us": 31.0, "launches": 2, "unfused_us": 45.0, "unfused_launches": 7, "variant": "mma", **PEER}
+            }
+        },
+        "layernorm": {"welford": {"rows_512_us": 4.1, "rows_512_torch_us": 4.3, "rows_16384_us": 21.0}},
         "bert_large": {
             "512": {
                 "tokens_per_s": 301000.0,

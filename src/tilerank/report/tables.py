@@ -522,11 +522,47 @@ TABLES = (
             Column("unfused, µs", "unfused_us", short),
             Column("unfused launches", "unfused_launches", count),
         ),
+        "Batch 4, 512 tokens, width 1024, 16 heads of 64, as `auto` serves it; unfused: LayerNorm, three projections, "
+        "SDPA and the output projection in torch's operators.",
+    ),
+    TableSpec(
+        "block_lengths",
+        "The fused attention block over lengths",
+        "bench_block",
+        "precision and tokens",
+        (
+            Column("variant", "variant", text),
+            Column("µs", "us", short),
+            Column("launches", "launches", count),
+            Column("unfused, µs", "unfused_us", short),
+            Column("unfused launches", "unfused_launches", count),
+            Column("against it", "speedup_vs_unfused", ratio),
+            Column("best backend", "best_peer", text),
+            Column("best backend, µs", "best_peer_us", short),
+            Column("largest error", "max_abs_error", error),
+            Column("unfused", "unfused_max_abs_error", error),
+        ),
+        "Batch 4, width 1024, 16 heads of 64. The best backend is the quickest of torch's for the unfused block, its "
+        "own choice among them.",
+        entries=keyed_twice,
+    ),
+    TableSpec(
+        "layernorm",
+        "Layer normalisation",
+        "bench_block",
+        "variant",
+        (
+            Column("512 rows, µs", "rows_512_us", short),
+            Column("torch, µs", "rows_512_torch_us", short),
+            Column("16,384 rows, µs", "rows_16384_us", short),
+            Column("torch, µs", "rows_16384_torch_us", short),
+        ),
+        "Rows of 1,024 in fp16.",
     ),
     TableSpec(
         "bert_large",
         "BERT-large, tokens a second",
-        "bench_bert_large",
+        "bench_block",
         "sequence",
         (
             Column("tokens/s", "tokens_per_s", count),
