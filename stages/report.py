@@ -9,7 +9,7 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
-from tilerank.report import host_path
+from tilerank.report import block, host_path
 from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
@@ -20,11 +20,15 @@ PAGES = (
     "docs/attention.md",
     "docs/analysis.md",
     "docs/bindings.md",
+    block.PAGE,
     host_path.PAGE,
 )
 
-PICTURES = ("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path")
-"""Those that README and docs show."""
+PICTURES = (
+    *("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path"),
+    block.PICTURE,
+)
+"""Those that README and docs show, where the records have figures for them."""
 
 LADDER_PLOT = "ladder.csv"
 """What `dvc plots` draws."""
@@ -63,6 +67,7 @@ def page_tables(records: Sequence[report.Record]) -> dict[str, str]:
     own = {
         "roofline": roofline_table(records, tuple(predictions)),
         host_path.TABLE: host_path.steps_table(records),
+        block.CHART: block.chart_link(report.summarise(records)),
     }
     return report.readme_tables(records, predictions) | doc_tables(rows) | own
 

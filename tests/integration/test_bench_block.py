@@ -62,7 +62,8 @@ def test_shape_record() -> None:
 def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     names = {row.name: row for row in registry.rows_of("block")}
-    assert block.chosen(Shape(512), "fp16", "cuda") == names["warpgroup_block"]
+    assert block.chosen(Shape(512), "fp16", "cuda") == names["wide_tiles"]
+    assert block.chosen(Shape(512, head_dim=128), "fp16", "cuda") == names["warpgroup_block"]
     assert block.chosen(Shape(512), "fp32", "cuda") == names["split_tf32"]
     assert block.chosen(Shape(512, width=1020), "fp16", "cuda") == names["two_launches"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

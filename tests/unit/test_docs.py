@@ -138,8 +138,9 @@ def test_the_analysis_has_its_tables_filled(repository: Path) -> None:
 
 def test_the_changelog_has_a_line_for_each_variant(repository: Path) -> None:
     text = read(repository, "CHANGELOG.md")
-    for row in registry.attention_rows():
-        assert re.search(rf"^- `{row.name}`: ", text, flags=re.MULTILINE), row.name
+    for operation in registry.OPERATIONS:
+        for row in registry.rows_of(operation):
+            assert re.search(rf"^- `{row.name}`: ", text, flags=re.MULTILINE), (operation, row.name)
 
 
 # ---- Names and commands ----

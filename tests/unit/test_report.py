@@ -865,7 +865,7 @@ def test_page_has_every_section_picture_and_record(page, records):
     assert {spec.name for spec in TABLES} <= set(ids)
     assert {identifier.removeprefix("picture-") for identifier in ids if identifier.startswith("picture-")} == {
         *("lengths-scifact", "time-shares", "ladder", "floors", "predicted-and-measured", "rerank-times"),
-        *("quality-intervals", "predicted-times", "stalls", "roofline"),
+        *("quality-intervals", "predicted-times", "stalls", "roofline", "block-lengths"),
     }
     text = " ".join(Structure(page).text)
     for record in records:

@@ -240,7 +240,7 @@ def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: i
 
 def kernel_pattern(row: registry.Row) -> str:
     """What the demangled name of every kernel of a block row contains."""
-    return rf"tilerank::({row.name}|block_mma)::"
+    return rf"tilerank::({row.name}|block_mma|block_hopper)::"
 
 
 def shape_record(ours: Row, peers: Sequence[Row]) -> dict[str, Any]:
