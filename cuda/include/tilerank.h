@@ -152,6 +152,41 @@ typedef struct tilerank_attention_varlen_params {
     const int32_t* cu_seqlens_k; /* [batch + 1] */
 } tilerank_attention_varlen_params;
 
+/* What a linear layer applies to its sums. GELU: x times the share of a normal distribution below x, by the error
+ * function. */
+enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
+
+/* In which order the rows of a linear layer's weights lie. PLAIN: row n has the factors of output n. INTERLEAVED: within
+ * each 32 rows, row 8 j + 2 t + e (j and t 0..3, e 0..1) has the factors of output 8 t + 2 j + e, so that a thread of a
+ * matrix product ends with eight neighbouring outputs. */
+enum { TILERANK_ROWS_PLAIN = 0, TILERANK_ROWS_INTERLEAVED = 1 };
+
+/* A linear layer of an encoder and what follows it (cuda/linear/reference.cc):
+ *   s = x weight^T + bias                                    where gamma is NULL: out = activation(s);
+ *   s = x weight^T + bias + residual                         else out = layernorm(s), as tilerank_layernorm_params has it.
+ * Sums are not rounded before the last step. Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_linear_params {
+    const void* x;        /* [rows, depth] */
+    const void* weight;   /* [columns, depth] */
+    const void* bias;     /* [columns] in the order of out; NULL: none */
+    const void* residual; /* [rows, columns]; NULL: none; only where gamma is given */
+    const void* gamma;    /* [columns]; NULL: no normalisation */
+    const void* beta;     /* [columns]; given where gamma is */
+    void* out;            /* [rows, columns]; may be residual itself where their strides are equal, must not overlap
+                             another input */
+    int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of every tensor here */
+    int32_t activation;   /* TILERANK_ACTIVATION_...; NONE where gamma is given */
+    int32_t weight_rows;  /* TILERANK_ROWS_... */
+    double epsilon;       /* of the normalisation; finite, >= 0 */
+    int64_t rows;         /* >= 0; 0: success, nothing is done */
+    int64_t columns;      /* >= 1; a multiple of 32 where weight rows are interleaved */
+    int64_t depth;        /* >= 1 */
+    int64_t x_stride;     /* elements between rows; the elements of a row are contiguous */
+    int64_t weight_stride;
+    int64_t residual_stride;
+    int64_t out_stride; /* at least columns where there is more than one row */
+} tilerank_linear_params;
+
 /* TILERANK_ABI_VERSION of the library. A caller whose header says otherwise must not call on. */
 TILERANK_API int32_t tilerank_abi_version(void);
 
