@@ -2,7 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "common/attention.h"
+#include "common/variant.h"
 
 namespace tilerank {
 

@@ -1,79 +1,13 @@
 // The attention entry points: check what the caller passed, then run the variant that was named.
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 
 #include "common/attention.h"
-
-// Returns from the calling function when an argument is not what the header asks for.
-#define REQUIRE(condition, ...)                                                  \
-    do {                                                                         \
-        if (!(condition)) return refuse(TILERANK_INVALID_ARGUMENT, __VA_ARGS__); \
-    } while (false)
-
-#define PASS_ON(call)                             \
-    do {                                          \
-        const tilerank_status passed = (call);    \
-        if (passed != TILERANK_OK) return passed; \
-    } while (false)
+#include "common/dispatch.h"
 
 namespace tilerank {
 namespace {
 
-constexpr uintptr_t kWorkspaceAlignment = 256;
-
-struct Flag {
-    uint32_t bit;
-    const char* name;
-};
-constexpr Flag kDtypes[] = {
-    {1u << TILERANK_FP32, "fp32"}, {1u << TILERANK_FP16, "fp16"}, {1u << TILERANK_BF16, "bf16"}};
-constexpr Flag kLayouts[] = {{TILERANK_LAYOUT_PADDED, "padded"}, {TILERANK_LAYOUT_PACKED, "packed"}};
-constexpr Flag kMasks[] = {{TILERANK_SERVES_KEY_LENGTHS, "key_lengths"},
-                           {TILERANK_SERVES_CAUSAL, "causal"},
-                           {TILERANK_SERVES_BOOLEAN, "boolean"},
-                           {TILERANK_SERVES_ADDITIVE, "additive"}};
-
-// A list for messages, cut where the buffer ends.
-struct Text {
-    char text[256] = "";
-    size_t used = 0;
-
-    void add(const char* item) {
-        const int wrote = std::snprintf(text + used, sizeof(text) - used, "%s%s", used == 0 ? "" : ", ", item);
-        if (wrote > 0) used = used + wrote < sizeof(text) ? used + wrote : sizeof(text) - 1;
-    }
-};
-
-template <size_t count>
-Text names(uint32_t bits, const Flag (&flags)[count]) {
-    Text list;
-    for (const Flag& flag : flags) {
-        if (bits & flag.bit) list.add(flag.name);
-    }
-    if (list.used == 0) list.add("none");
-    return list;
-}
-
-const AttentionVariant* find_variant(const char* name) {
-    for (int32_t i = 0; name != nullptr && i < kAttentionVariantCount; ++i) {
-        if (std::strcmp(kAttentionVariants[i].info.name, name) == 0) return &kAttentionVariants[i];
-    }
-    return nullptr;
-}
-
-tilerank_status unknown_variant(const char* name) {
-    Text known;
-    for (int32_t i = 0; i < kAttentionVariantCount; ++i) known.add(kAttentionVariants[i].info.name);
-    return refuse(TILERANK_UNKNOWN_VARIANT, "variant is %s; this library has: %s", name == nullptr ? "NULL" : name,
-                  known.text);
-}
-
-tilerank_status check_size(const char* field, int64_t value, int64_t lowest) {
-    REQUIRE(value >= lowest, "%s is %lld; it must be %lld or more", field, static_cast<long long>(value),
-            static_cast<long long>(lowest));
-    return TILERANK_OK;
-}
+using namespace dispatch;
 
 // The checks that both layouts share: all but strides, pointers and masks.
 tilerank_status check_common(const AttentionArgs& args, int64_t head_dim) {
@@ -84,8 +18,7 @@ tilerank_status check_common(const AttentionArgs& args, int64_t head_dim) {
             static_cast<long long>(args.heads), static_cast<long long>(args.kv_heads));
     REQUIRE(head_dim >= 1 && head_dim <= TILERANK_MAX_HEAD_DIM, "head_dim is %lld; allowed: 1 to %d",
             static_cast<long long>(head_dim), TILERANK_MAX_HEAD_DIM);
-    REQUIRE(args.dtype >= TILERANK_FP32 && args.dtype <= TILERANK_BF16,
-            "dtype is %d; allowed: 0 (fp32), 1 (fp16), 2 (bf16)", args.dtype);
+    PASS_ON(check_dtype(args.dtype));
     REQUIRE(args.causal == 0 || args.causal == 1, "causal is %d; allowed: 0, 1", args.causal);
     REQUIRE(std::isfinite(args.exact_scale), "scale is %g; it must be finite", args.exact_scale);
     int64_t rows;
@@ -103,15 +36,8 @@ tilerank_status check_out_stride(const char* field, int64_t stride, int64_t size
     return TILERANK_OK;
 }
 
-tilerank_status check_pointer(const char* field, const void* pointer, uintptr_t alignment) {
-    REQUIRE(pointer != nullptr, "%s is NULL; it must point to the data", field);
-    REQUIRE(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "%s is %p; it must be a multiple of %d bytes", field,
-            pointer, static_cast<int>(alignment));
-    return TILERANK_OK;
-}
-
 tilerank_status check_pointers(const AttentionArgs& args, bool has_keys) {
-    const uintptr_t element = args.dtype == TILERANK_FP32 ? 4 : 2;
+    const uintptr_t element = element_bytes(args.dtype);
     PASS_ON(check_pointer("q", args.q, element));
     PASS_ON(check_pointer("out", args.out, element));
     if (has_keys) {
@@ -123,41 +49,19 @@ tilerank_status check_pointers(const AttentionArgs& args, bool has_keys) {
 
 // Does the named row serve this call? The message says what it does serve.
 tilerank_status check_served(const tilerank_variant& row, const AttentionArgs& args, bool packed) {
-    if (!(row.dtypes & (1u << args.dtype))) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: dtype is %s; it serves: %s", row.name,
-                      kDtypes[args.dtype].name, names(row.dtypes, kDtypes).text);
-    }
+    PASS_ON(check_served_dtype(row, args.dtype));
     const uint32_t layout = packed ? TILERANK_LAYOUT_PACKED : TILERANK_LAYOUT_PADDED;
     if (!(row.layouts & layout)) {
         return refuse(TILERANK_UNSUPPORTED, "variant %s: the input is %s; it serves: %s", row.name,
                       names(layout, kLayouts).text, names(row.layouts, kLayouts).text);
     }
-    Text served_dims;
-    bool served = row.head_dim_count == 0;
-    for (int32_t i = 0; i < row.head_dim_count; ++i) {
-        char number[16];
-        std::snprintf(number, sizeof(number), "%d", row.head_dims[i]);
-        served_dims.add(number);
-        served = served || row.head_dims[i] == args.head_dim;
-    }
-    if (!served) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: head_dim is %d; it serves: %s", row.name, args.head_dim,
-                      served_dims.text);
-    }
+    PASS_ON(check_served_head_dim(row, args.head_dim));
     uint32_t wanted = args.causal ? TILERANK_SERVES_CAUSAL : 0;
     if (args.key_lengths_type != TILERANK_LENGTHS_NONE) wanted |= TILERANK_SERVES_KEY_LENGTHS;
     if (args.mask_type == TILERANK_MASK_BOOL) wanted |= TILERANK_SERVES_BOOLEAN;
     if (args.mask_type > TILERANK_MASK_BOOL) wanted |= TILERANK_SERVES_ADDITIVE;
-    if (wanted & ~row.masks) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: the call restricts keys by %s; it serves: %s", row.name,
-                      names(wanted, kMasks).text, names(row.masks, kMasks).text);
-    }
-    if (row.max_k_len > 0 && args.k_len > row.max_k_len) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: %s is %lld; it serves: up to %lld", row.name,
-                      packed ? "max_seqlen_k" : "k_len", static_cast<long long>(args.k_len),
-                      static_cast<long long>(row.max_k_len));
-    }
-    return TILERANK_OK;
+    PASS_ON(check_served_masks(row, wanted));
+    return check_served_keys(row, packed ? "max_seqlen_k" : "k_len", args.k_len);
 }
 
 bool has_queries(const tilerank_attention_params& params) { return params.batch > 0 && params.q_len > 0; }
@@ -271,8 +175,8 @@ template <typename Params>
 tilerank_status workspace_size(const char* name, const Params* params, size_t* bytes) {
     REQUIRE(params != nullptr, "params is NULL; it must point to the parameters");
     REQUIRE(bytes != nullptr, "bytes is NULL; it must point to where the answer goes");
-    const AttentionVariant* variant = find_variant(name);
-    if (variant == nullptr) return unknown_variant(name);
+    const AttentionVariant* variant = find_variant(name, kAttentionVariants, kAttentionVariantCount);
+    if (variant == nullptr) return TILERANK_UNKNOWN_VARIANT;
     AttentionArgs args;
     PASS_ON(check(*params, false, &args));
     PASS_ON(check_served(variant->info, args, is_packed(*params)));
@@ -283,21 +187,14 @@ tilerank_status workspace_size(const char* name, const Params* params, size_t* b
 template <typename Params>
 tilerank_status run(const char* name, const Params* params, void* workspace, size_t workspace_bytes, void* stream) {
     REQUIRE(params != nullptr, "params is NULL; it must point to the parameters");
-    const AttentionVariant* variant = find_variant(name);
-    if (variant == nullptr) return unknown_variant(name);
+    const AttentionVariant* variant = find_variant(name, kAttentionVariants, kAttentionVariantCount);
+    if (variant == nullptr) return TILERANK_UNKNOWN_VARIANT;
     AttentionArgs args;
     PASS_ON(check(*params, true, &args));
     PASS_ON(check_served(variant->info, args, is_packed(*params)));
     if (!has_queries(*params)) return TILERANK_OK;
     const size_t needed = bytes_needed(*variant, args);
-    if (needed > 0 && (workspace == nullptr || workspace_bytes < needed)) {
-        return refuse(TILERANK_WORKSPACE, "variant %s: workspace_bytes is %zu; it needs %zu", name,
-                      workspace == nullptr ? 0 : workspace_bytes, needed);
-    }
-    if (needed > 0 && reinterpret_cast<uintptr_t>(workspace) % kWorkspaceAlignment != 0) {
-        return refuse(TILERANK_WORKSPACE, "variant %s: workspace is %p; it must be a multiple of %d bytes", name,
-                      workspace, static_cast<int>(kWorkspaceAlignment));
-    }
+    PASS_ON(check_workspace(name, workspace, workspace_bytes, needed));
     replace_missing_keys(&args);
     return variant->run(args, workspace, stream);
 }

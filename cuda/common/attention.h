@@ -14,7 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "tilerank.h"
+#include "common/variant.h"
 
 namespace tilerank {
 
@@ -51,9 +51,6 @@ struct AttentionArgs {
 
 using AttentionFunction = tilerank_status (*)(const AttentionArgs& args, void* workspace, void* stream);
 using AttentionWorkspace = size_t (*)(const AttentionArgs& args);
-
-// Records the message for tilerank_last_error() and returns status. Messages name field, value and what is allowed.
-__attribute__((format(printf, 2, 3))) tilerank_status refuse(tilerank_status status, const char* format, ...);
 
 // A row of the registry together with its functions; generated into attention_table.cc by generate_table.py.
 struct AttentionVariant {

@@ -1,4 +1,4 @@
-/* tilerank: attention for reranking, as a plain C interface.
+/* tilerank: attention, layer normalisation and the attention block of an encoder, as a plain C interface.
  *
  * The library knows pointers, sizes, strides, a workspace and a stream; it knows no framework.
  *
@@ -62,6 +62,10 @@ enum {
     TILERANK_MASK_FP16 = 3,
     TILERANK_MASK_BF16 = 4
 };
+
+/* How the weights of the attention block lie in memory. OUT_IN: row n holds the factors of output n, as PyTorch's
+ * nn.Linear keeps them. IN_OUT: row k holds the factors of input k, as Keras's Dense keeps them. */
+enum { TILERANK_WEIGHTS_OUT_IN = 0, TILERANK_WEIGHTS_IN_OUT = 1 };
 
 /* Where a variant reads and writes: every pointer of a call lies there. */
 enum { TILERANK_DEVICE_CPU = 0, TILERANK_DEVICE_CUDA = 1 };
@@ -152,6 +156,72 @@ typedef struct tilerank_attention_varlen_params {
     const int32_t* cu_seqlens_k; /* [batch + 1] */
 } tilerank_attention_varlen_params;
 
+/* Layer normalisation of rows, with what stands before it in a post-LN encoder (cuda/layernorm/reference.cc):
+ *   s = x + bias + residual, each added where it is given;
+ *   out = (s - mean(s)) / sqrt(var(s) + epsilon) * gamma + beta, where var divides by width.
+ * s is not rounded before it is normalised. Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_layernorm_params {
+    const void* x;        /* [rows, width] */
+    const void* residual; /* [rows, width]; NULL: none */
+    const void* bias;     /* [width]; NULL: none */
+    const void* gamma;    /* [width]; NULL: ones */
+    const void* beta;     /* [width]; NULL: zeros */
+    void* out;            /* [rows, width]; may be x or residual itself where their strides are equal */
+    void* sum;            /* [rows, width]: s, rounded; may be x or residual, not out. NULL: not stored */
+    int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of every tensor here */
+    double epsilon;       /* finite, >= 0 */
+    int64_t rows;         /* >= 0; 0: success, nothing is done */
+    int64_t width;        /* >= 1 */
+    int64_t x_stride;     /* elements between rows; the elements of a row are contiguous */
+    int64_t residual_stride;
+    int64_t out_stride; /* at least width, in either direction, where there is more than one row; so with sum_stride */
+    int64_t sum_stride;
+} tilerank_layernorm_params;
+
+/* The attention block of an encoder layer: normalisation, projections, attention, output projection
+ * (cuda/block/reference.cc). With y = layernorm(x) where pre_ln, else y = x:
+ *   q = y wq^T + bq, k = y wk^T + bk, v = y wv^T + bv   cut into num_heads heads of head_dim columns each;
+ *   a = attention(q, k, v)                              as above, with key_lengths and causal;
+ *   o = a wo^T + bo (+ residual)                        out = o where pre_ln, else layernorm(o).
+ * No matrix of tokens x tokens is ever in memory; q, k, v and a are, in the workspace, rounded to dtype.
+ * Rows of padding are computed like others: what they may see are the keys that count.
+ * Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_fused_attention_params {
+    const void* x;  /* [batch, tokens, width] through x_strides */
+    const void* wq; /* [num_heads * head_dim, width], or transposed: weight_layout; so with wk and wv */
+    const void* wk;
+    const void* wv;
+    const void* wo; /* [width, num_heads * head_dim], or transposed */
+    const void* bq; /* [num_heads * head_dim]; NULL: none; so with bk and bv */
+    const void* bk;
+    const void* bv;
+    const void* bo;          /* [width]; NULL: none */
+    const void* gamma;       /* [width]; NULL: ones */
+    const void* beta;        /* [width]; NULL: zeros */
+    const void* residual;    /* [batch, tokens, width], added to the output projection; NULL: none; may be x */
+    const void* key_lengths; /* [batch], as in tilerank_attention_params; NULL: every key counts */
+    void* out;               /* [batch, tokens, width]; must not overlap an input */
+    int32_t dtype;           /* TILERANK_FP32, FP16 or BF16: of every tensor here but key_lengths */
+    int32_t key_lengths_type; /* TILERANK_LENGTHS_INT32 or INT64; NONE exactly when key_lengths is NULL */
+    int32_t causal;           /* 0, or 1: token i sees tokens 0..i only */
+    int32_t pre_ln;           /* 1: x is normalised; 0: the result is */
+    int32_t weight_layout;    /* TILERANK_WEIGHTS_OUT_IN or IN_OUT, of all four */
+    double epsilon;           /* of the normalisation; finite, >= 0 */
+    double scale;             /* factor on the scores, usually 1/sqrt(head_dim); finite */
+    int64_t batch;            /* >= 0; 0: success, nothing is done; so with tokens */
+    int64_t tokens;
+    int64_t width;              /* >= 1 */
+    int64_t num_heads;          /* >= 1 */
+    int64_t head_dim;           /* 1 to TILERANK_MAX_HEAD_DIM; num_heads * head_dim need not be width */
+    int64_t x_strides[2];       /* elements between sequences, tokens; the elements of a row are contiguous */
+    int64_t residual_strides[2];
+    int64_t out_strides[2]; /* at least width, in either direction, wherever there is more than one */
+    int64_t wq_stride;      /* elements between rows as they lie in memory; 0 where there is more than one is refused */
+    int64_t wk_stride;
+    int64_t wv_stride;
+    int64_t wo_stride;
+} tilerank_fused_attention_params;
+
 /* What a linear layer applies to its sums. GELU: x times the share of a normal distribution below x, by the error
  * function. */
 enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
@@ -208,6 +278,12 @@ TILERANK_API int32_t tilerank_attention_variant_count(void);
 /* One of them; NULL when index is not in 0..count-1. The memory is the library's own and lasts as long. */
 TILERANK_API const tilerank_variant* tilerank_attention_variant(int32_t index);
 
+/* The same for the variants of layer normalisation and of the attention block. */
+TILERANK_API int32_t tilerank_layernorm_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_layernorm_variant(int32_t index);
+TILERANK_API int32_t tilerank_block_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_block_variant(int32_t index);
+
 /* Bytes of workspace that the call below needs for these parameters (often 0).
  * variant: a name from the list above.
  * bytes:   where the answer goes; must not be NULL. Pointers in params are not followed. */
@@ -229,6 +305,21 @@ TILERANK_API tilerank_status tilerank_attention(const char* variant, const tiler
 TILERANK_API tilerank_status tilerank_attention_varlen(const char* variant,
                                                        const tilerank_attention_varlen_params* params, void* workspace,
                                                        size_t workspace_bytes, void* stream);
+
+/* The same for layer normalisation: variant is one of tilerank_layernorm_variant's names. */
+TILERANK_API tilerank_status tilerank_layernorm_workspace_size(const char* variant,
+                                                               const tilerank_layernorm_params* params, size_t* bytes);
+TILERANK_API tilerank_status tilerank_layernorm(const char* variant, const tilerank_layernorm_params* params,
+                                                void* workspace, size_t workspace_bytes, void* stream);
+
+/* The same for the attention block: variant is one of tilerank_block_variant's names. The workspace grows with
+ * batch * tokens, never with tokens * tokens. */
+TILERANK_API tilerank_status tilerank_fused_attention_workspace_size(const char* variant,
+                                                                     const tilerank_fused_attention_params* params,
+                                                                     size_t* bytes);
+TILERANK_API tilerank_status tilerank_fused_attention(const char* variant,
+                                                      const tilerank_fused_attention_params* params, void* workspace,
+                                                      size_t workspace_bytes, void* stream);
 
 #ifdef __cplusplus
 }

@@ -11,11 +11,15 @@ from tilerank.kernels import registry
 
 
 def copy_with_rows(folder: Path, *names: str) -> Path:
-    """Copy ``cuda/`` into ``folder``, its registry cut down to the attention rows ``names``: quick to build."""
+    """Copy ``cuda/`` into ``folder``, its registry cut down to the attention rows ``names`` and the references of other
+    operations: quick to build."""
     source = folder / "cuda"
     shutil.copytree(registry.cuda_dir(), source, ignore=shutil.ignore_patterns("__pycache__"))
     path = source / "registry.yaml"
-    rows = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["variants"]["attention"]
+    rows = YAML(typ="safe").load(path.read_text(encoding="utf-8"))["variants"]
+    others = [operation for operation in registry.OPERATIONS if operation != "attention"]
+    kept = {operation: {"reference": rows[operation]["reference"]} for operation in others}
+    kept["attention"] = {name: rows["attention"][name] for name in names}  # last: a test appends its row
     with path.open("w", encoding="utf-8") as file:
-        YAML().dump({"variants": {"attention": {name: rows[name] for name in names}}}, file)
+        YAML().dump({"variants": kept}, file)
     return source

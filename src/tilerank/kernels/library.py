@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import build as builds
-from tilerank.kernels.registry import DEVICES, DTYPES, LAYOUTS, MASKS
+from tilerank.kernels.registry import DEVICES, DTYPES, LAYOUTS, MASKS, OPERATIONS
 
 ABI_VERSION = 1
 
@@ -27,6 +27,7 @@ DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 """TILERANK_FP32, ..., by the registry's names."""
 
 LENGTHS_NONE, LENGTHS_INT32, LENGTHS_INT64 = range(3)
+WEIGHTS_OUT_IN, WEIGHTS_IN_OUT = range(2)
 MASK_NONE, MASK_BOOL, MASK_FP32, MASK_FP16, MASK_BF16 = range(5)
 
 
@@ -96,7 +97,54 @@ class AttentionVarlenParams(ctypes.Structure):
     )
 
 
-Params: TypeAlias = AttentionParams | AttentionVarlenParams
+class LayernormParams(ctypes.Structure):
+    """tilerank_layernorm_params: layer normalisation of rows. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("gamma", ctypes.c_void_p),
+        ("beta", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("sum_stride", ctypes.c_int64),
+    )
+
+
+class FusedAttentionParams(ctypes.Structure):
+    """tilerank_fused_attention_params: the attention block. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "wq", "wk", "wv", "wo", "bq", "bk", "bv", "bo")),
+        *((name, ctypes.c_void_p) for name in ("gamma", "beta", "residual", "key_lengths", "out")),
+        ("dtype", ctypes.c_int32),
+        ("key_lengths_type", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("pre_ln", ctypes.c_int32),
+        ("weight_layout", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        ("batch", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("x_strides", ctypes.c_int64 * 2),  # batch, token
+        ("residual_strides", ctypes.c_int64 * 2),
+        ("out_strides", ctypes.c_int64 * 2),
+        *((name, ctypes.c_int64) for name in ("wq_stride", "wk_stride", "wv_stride", "wo_stride")),
+    )
+
+
+Params: TypeAlias = AttentionParams | AttentionVarlenParams | LayernormParams | FusedAttentionParams
 
 
 class _VariantStruct(ctypes.Structure):
@@ -182,14 +230,15 @@ class Library:
         self.backend = self._text("tilerank_backend")
         self.archs = tuple(self._text("tilerank_archs").split())
         self._last_error = self._function("tilerank_last_error", ctypes.c_char_p)
-        count = self._function("tilerank_attention_variant_count", ctypes.c_int32)
-        at = self._function("tilerank_attention_variant", ctypes.POINTER(_VariantStruct), ctypes.c_int32)
-        self.variants = tuple(_variant(at(index).contents) for index in range(count()))
+        self.variants_of = {operation: self._variants(operation) for operation in OPERATIONS}
+        self.variants = self.variants_of["attention"]
         self._run = {}
         self._workspace_size = {}
         for kind, name in (
             (AttentionParams, "tilerank_attention"),
             (AttentionVarlenParams, "tilerank_attention_varlen"),
+            (LayernormParams, "tilerank_layernorm"),
+            (FusedAttentionParams, "tilerank_fused_attention"),
         ):
             pointer = ctypes.POINTER(kind)
             self._run[kind] = self._function(
@@ -205,6 +254,11 @@ class Library:
         function.argtypes = arguments
         return function
 
+    def _variants(self, operation: str) -> tuple[Variant, ...]:
+        count = self._function(f"tilerank_{operation}_variant_count", ctypes.c_int32)
+        at = self._function(f"tilerank_{operation}_variant", ctypes.POINTER(_VariantStruct), ctypes.c_int32)
+        return tuple(_variant(at(index).contents) for index in range(count()))
+
     def _text(self, name: str) -> str:
         return self._function(name, ctypes.c_char_p)().decode()
 
@@ -215,15 +269,16 @@ class Library:
         """Why this thread's last refused call was refused; empty before any."""
         return self._last_error().decode(errors="replace")
 
-    def variant(self, name: str) -> Variant:
-        """The variant called ``name``; ValueError with the names that this library has."""
-        for variant in self.variants:
+    def variant(self, name: str, operation: str = "attention") -> Variant:
+        """The operation's variant called ``name``; ValueError with the names that this library has."""
+        variants = self.variants_of[operation]
+        for variant in variants:
             if variant.name == name:
                 return variant
-        raise ValueError(f"{self.path} has no variant {name!r}; it has: {', '.join(v.name for v in self.variants)}")
+        raise ValueError(f"{self.path} has no variant {name!r}; it has: {', '.join(v.name for v in variants)}")
 
     def workspace_size(self, variant: str, params: Params) -> int:
-        """Bytes of workspace that `attention` or `attention_varlen` needs for these parameters.
+        """Bytes of workspace that the operation of these parameters needs.
 
         Raises:
             KernelError: the call would be refused.
@@ -250,6 +305,22 @@ class Library:
         """Queue attention over packed sequences; otherwise as `attention`."""
         self._check(
             self._run[AttentionVarlenParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
+
+    def layernorm(
+        self, variant: str, params: LayernormParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue layer normalisation; otherwise as `attention`."""
+        self._check(
+            self._run[LayernormParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
+
+    def fused_attention(
+        self, variant: str, params: FusedAttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue the attention block; otherwise as `attention`."""
+        self._check(
+            self._run[FusedAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
         )
 
     def _check(self, status: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tilerank.errors import TilerankError
 
+OPERATIONS = ("attention", "layernorm", "block")
 DTYPES = ("fp32", "fp16", "bf16")
 LAYOUTS = ("padded", "packed")
 MASKS = ("key_lengths", "causal", "boolean", "additive")
@@ -23,7 +24,7 @@ MAX_HEAD_DIM = 256
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
 _OPTIONAL = (
     *("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt"),
-    *("products", "dtype_min_sm", "max_sm"),
+    *("products", "dtype_min_sm", "max_sm", "width_multiple"),
 )
 
 
@@ -50,6 +51,7 @@ class Row:
     products: str = "ffma"
     dtype_min_sm: Mapping[str, int] = field(default_factory=dict, hash=False)
     max_sm: int | None = None
+    width_multiple: int = 1
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -72,6 +74,7 @@ class Request:
     layout: str  # padded or packed
     k_len: int  # keys of the longest sequence
     masks: frozenset[str] = frozenset()  # restrictions the call makes, of MASKS
+    width: int = 0  # block: the greatest common divisor of the width and of heads times head dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,7 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         products=_products(f"{where}.products", values),
         dtype_min_sm=_dtype_min_sm(f"{where}.dtype_min_sm", values),
         max_sm=int(values["max_sm"]) if "max_sm" in values else None,
+        width_multiple=int(values.get("width_multiple", 1)),
     )
 
 
@@ -179,6 +183,9 @@ def read_registry(path: Path) -> dict[str, tuple[Row, ...]]:
         raise TilerankError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(content, Mapping) or set(content) != {"variants"}:
         raise TilerankError(f"{path}: expected the one top-level key `variants`")
+    unknown = [operation for operation in content["variants"] if operation not in OPERATIONS]
+    if unknown:
+        raise TilerankError(f"{path.name}: variants has {unknown}; allowed: {', '.join(OPERATIONS)}")
     registry = {}
     for operation, rows in content["variants"].items():
         registry[operation] = tuple(
@@ -191,18 +198,24 @@ def read_registry(path: Path) -> dict[str, tuple[Row, ...]]:
 
 
 @cache
+def rows_of(operation: str) -> tuple[Row, ...]:
+    """The variants of one of `OPERATIONS` in this installation's registry, in ladder order."""
+    return read_registry(cuda_dir() / "registry.yaml")[operation]
+
+
 def attention_rows() -> tuple[Row, ...]:
     """The attention variants of this installation's registry, in ladder order."""
-    return read_registry(cuda_dir() / "registry.yaml")["attention"]
+    return rows_of("attention")
 
 
-def get(name: str) -> Row:
-    """The attention variant called ``name``; ValueError with the names that exist."""
-    for row in attention_rows():
+def get(name: str, operation: str = "attention") -> Row:
+    """The operation's variant called ``name``; ValueError with the names that exist."""
+    rows = attention_rows() if operation == "attention" else rows_of(operation)
+    for row in rows:
         if row.name == name:
             return row
-    names = ", ".join(row.name for row in attention_rows())
-    raise ValueError(f"no attention variant is called {name!r}; there are: {names}")
+    names = ", ".join(row.name for row in rows)
+    raise ValueError(f"no {operation} variant is called {name!r}; there are: {names}")
 
 
 def refusal(row: Row, request: Request) -> str | None:
@@ -233,6 +246,7 @@ def refusal(row: Row, request: Request) -> str | None:
         unless(
             row.max_k_len is None or request.k_len <= row.max_k_len, "k_len", request.k_len, f"up to {row.max_k_len}"
         ),
+        unless(request.width % row.width_multiple == 0, "width", request.width, f"multiples of {row.width_multiple}"),
     )
     return next((reason for reason in checks if reason), None)
 
@@ -257,4 +271,4 @@ def select(request: Request, rows: Sequence[Row]) -> Selection:
             why = f"{row.name} is preferred of all that serve this call"
             return Selection(row, f"{why} (passed over: {'; '.join(passed_over)})" if passed_over else why)
         passed_over.append(f"{row.name}: {reason}")
-    raise ValueError("no attention variant serves this call: " + ("; ".join(passed_over) or "there are none"))
+    raise ValueError("no variant serves this call: " + ("; ".join(passed_over) or "there are none"))
