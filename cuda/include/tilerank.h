@@ -1,4 +1,4 @@
-/* tilerank: attention, layer normalisation and the attention block of an encoder, as a plain C interface.
+/* tilerank: attention and the other parts of an encoder, as a plain C interface.
  *
  * The library knows pointers, sizes, strides, a workspace and a stream; it knows no framework.
  *
@@ -257,6 +257,30 @@ typedef struct tilerank_linear_params {
     int64_t out_stride; /* at least columns where there is more than one row */
 } tilerank_linear_params;
 
+/* The embeddings of tokens, normalised (cuda/embedding/reference.cc):
+ *   out[i] = layernorm(words[ids[i]] + positions[places[i]] + types[type_ids[i]]), as tilerank_layernorm_params has it.
+ * Indices are clamped to their table, so that wrong ones never cause an access out of bounds. Fill the struct with zeros
+ * first, then set what is needed. */
+typedef struct tilerank_embedding_params {
+    const int32_t* ids;      /* [rows] */
+    const int32_t* places;   /* [rows] */
+    const int32_t* type_ids; /* [rows]; NULL exactly when types is */
+    const void* words;       /* [word_count, width], contiguous, like the tables below */
+    const void* positions;   /* [position_count, width] */
+    const void* types;       /* [type_count, width]; NULL: none */
+    const void* gamma;       /* [width] */
+    const void* beta;        /* [width] */
+    void* out;               /* [rows, width]; must not overlap an input */
+    int32_t dtype;           /* TILERANK_FP32, FP16 or BF16: of every tensor here but the indices */
+    double epsilon;          /* finite, >= 0 */
+    int64_t rows;            /* >= 0; 0: success, nothing is done */
+    int64_t width;           /* >= 1 */
+    int64_t word_count;      /* >= 1 */
+    int64_t position_count;  /* >= 1 */
+    int64_t type_count;      /* >= 1 where types is given */
+    int64_t out_stride;      /* at least width where there is more than one row */
+} tilerank_embedding_params;
+
 /* TILERANK_ABI_VERSION of the library. A caller whose header says otherwise must not call on. */
 TILERANK_API int32_t tilerank_abi_version(void);
 
@@ -283,6 +307,12 @@ TILERANK_API int32_t tilerank_layernorm_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_layernorm_variant(int32_t index);
 TILERANK_API int32_t tilerank_block_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_block_variant(int32_t index);
+
+/* And for those of the linear layer and of the embeddings. */
+TILERANK_API int32_t tilerank_linear_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_linear_variant(int32_t index);
+TILERANK_API int32_t tilerank_embedding_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_embedding_variant(int32_t index);
 
 /* Bytes of workspace that the call below needs for these parameters (often 0).
  * variant: a name from the list above.
@@ -320,6 +350,18 @@ TILERANK_API tilerank_status tilerank_fused_attention_workspace_size(const char*
 TILERANK_API tilerank_status tilerank_fused_attention(const char* variant,
                                                       const tilerank_fused_attention_params* params, void* workspace,
                                                       size_t workspace_bytes, void* stream);
+
+/* The same for a linear layer. */
+TILERANK_API tilerank_status tilerank_linear_workspace_size(const char* variant, const tilerank_linear_params* params,
+                                                            size_t* bytes);
+TILERANK_API tilerank_status tilerank_linear(const char* variant, const tilerank_linear_params* params, void* workspace,
+                                             size_t workspace_bytes, void* stream);
+
+/* The same for embeddings. */
+TILERANK_API tilerank_status tilerank_embedding_workspace_size(const char* variant,
+                                                               const tilerank_embedding_params* params, size_t* bytes);
+TILERANK_API tilerank_status tilerank_embedding(const char* variant, const tilerank_embedding_params* params,
+                                                void* workspace, size_t workspace_bytes, void* stream);
 
 #ifdef __cplusplus
 }

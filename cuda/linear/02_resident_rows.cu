@@ -195,8 +195,39 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
 }
 
+bool aligned16(const void* pointer, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 8 == 0;
+}
+
+tilerank_status check_served(const LinearArgs& args) {
+    if (args.gamma != nullptr) return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: gamma is given; it serves: NULL");
+    if (args.weight_rows != TILERANK_ROWS_INTERLEAVED) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: weight_rows is 0; it serves: 1 (interleaved)");
+    }
+    if (args.columns % kTile != 0) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: columns is %lld; it serves: multiples of %d",
+                      static_cast<long long>(args.columns), kTile);
+    }
+    if (args.depth % kPartColumns != 0 || args.depth > kMostParts * kPartColumns) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: depth is %lld; it serves: multiples of %d up to %d",
+                      static_cast<long long>(args.depth), kPartColumns, kMostParts * kPartColumns);
+    }
+    // Units and rows are counted in 32 bits.
+    if (args.rows / (2 * kTile) * (args.columns / kTile) > INT32_MAX / 2 || args.rows > INT32_MAX / 2) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: rows is %lld, too many for %lld columns",
+                      static_cast<long long>(args.rows), static_cast<long long>(args.columns));
+    }
+    if (!aligned16(args.x, args.x_stride) || !aligned16(args.weight, args.weight_stride) ||
+        !aligned16(args.out, args.out_stride) || !aligned16(args.bias, 0)) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: a row does not begin at a multiple of 16 bytes");
+    }
+    return TILERANK_OK;
+}
+
 template <typename Element>
 tilerank_status launch_typed(const LinearArgs& args, void* stream) {
+    const tilerank_status served = check_served(args);
+    if (served != TILERANK_OK) return served;
     constexpr bool kIsBf16 = std::is_same_v<Element, __nv_bfloat16>;
     Problem problem{};
     if (!encode_tiles(&problem.x, args.x, args.rows, args.depth, args.x_stride, kTile, kIsBf16) ||

@@ -185,8 +185,41 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
 }
 
+bool aligned16(const void* pointer, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 8 == 0;
+}
+
+tilerank_status check_served(const LinearArgs& args) {
+    if (args.gamma == nullptr || args.residual == nullptr || args.bias == nullptr) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: bias, residual or gamma is NULL; it serves: all given");
+    }
+    if (args.weight_rows != TILERANK_ROWS_INTERLEAVED) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: weight_rows is 0; it serves: 1 (interleaved)");
+    }
+    if (args.columns != kColumns) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: columns is %lld; it serves: %d",
+                      static_cast<long long>(args.columns), kColumns);
+    }
+    if (args.depth % kPartColumns != 0 || args.depth > INT32_MAX / 2) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: depth is %lld; it serves: multiples of %d",
+                      static_cast<long long>(args.depth), kPartColumns);
+    }
+    if (args.rows > INT32_MAX / 2) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: rows is %lld; it serves: up to %d",
+                      static_cast<long long>(args.rows), INT32_MAX / 2);
+    }
+    if (!aligned16(args.x, args.x_stride) || !aligned16(args.weight, args.weight_stride) ||
+        !aligned16(args.out, args.out_stride) || !aligned16(args.residual, args.residual_stride) ||
+        !aligned16(args.bias, 0) || !aligned16(args.gamma, 0) || !aligned16(args.beta, 0)) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: a row does not begin at a multiple of 16 bytes");
+    }
+    return TILERANK_OK;
+}
+
 template <typename Element>
 tilerank_status launch_typed(const LinearArgs& args, void* stream) {
+    const tilerank_status served = check_served(args);
+    if (served != TILERANK_OK) return served;
     constexpr bool kIsBf16 = std::is_same_v<Element, __nv_bfloat16>;
     Problem problem{};
     if (!encode_tiles(&problem.x, args.x, args.rows, args.depth, args.x_stride, kRows, kIsBf16) ||

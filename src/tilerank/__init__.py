@@ -1,7 +1,7 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers. Each is imported when it is first used: importing
+`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model. Each is imported when it is first used: importing
 the package loads no torch.
 """
 
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from tilerank._version import __version__
 
 if TYPE_CHECKING:
+    from tilerank.accelerated import accelerate
     from tilerank.kernels.huggingface import register
     from tilerank.kernels.torch_ops import attention, attention_varlen
     from tilerank.reranker import Reranker
 
-__all__ = ["Reranker", "__version__", "attention", "attention_varlen", "register"]
+__all__ = ["Reranker", "__version__", "accelerate", "attention", "attention_varlen", "register"]
 
 _HOMES = {
     "Reranker": "tilerank.reranker",
+    "accelerate": "tilerank.accelerated",
     "attention": "tilerank.kernels.torch_ops",
     "attention_varlen": "tilerank.kernels.torch_ops",
     "register": "tilerank.kernels.huggingface",

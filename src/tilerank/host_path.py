@@ -25,6 +25,7 @@ class HostPath:
     packed: bool = False  # sequences back to back instead of a padded batch
     prepacked: bool = False  # linear layers by oneDNN, their weights laid out once
     graphs: bool = False  # a CUDA graph for each bucket of total tokens
+    fused: bool = False  # a forward pass of this project's own instead of transformers' model
 
 
 PATHS = (
@@ -64,6 +65,17 @@ PATHS = (
         "The launches of one forward pass as a CUDA graph, one for each bucket of total tokens.",
         "H200, fp16: 4 ms. The kernels alone take 1.9 ms in a graph; ids, one copy in, one out are the rest.",
         devices=("cuda",),
+        fast_tokens=True,
+        packed=True,
+        graphs=True,
+    ),
+    HostPath(
+        "fused",
+        "A forward pass of few kernels: bias, GELU, residual and LayerNorm are the end of the product before them.",
+        "H200, fp16: 1.6 ms sooner than `graphs`. The forward pass falls from 2.5 ms to 0.95: in a layer 155 us of "
+        "kernels instead of 282, no copies to place what attention found, and one batch instead of three.",
+        devices=("cuda",),
+        fused=True,
         fast_tokens=True,
         packed=True,
         graphs=True,
