@@ -118,6 +118,22 @@ __device__ __forceinline__ float mask_bias(const AttentionArgs& args, int64_t se
 
 // ---- Launching ----
 
+// Multiprocessors of the current device; 0 when CUDA cannot say.
+inline int multiprocessors() {
+#if defined(TILERANK_HOST_BUILD)
+    return 3;
+#else
+    int device = 0;
+    int count = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    return count;
+#endif
+}
+
 // Launches a one-dimensional grid for the variant called name, which may ask for more blocks than a grid can have.
 template <typename... Parameters>
 tilerank_status launch_blocks(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,

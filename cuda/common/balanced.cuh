@@ -421,22 +421,6 @@ __device__ __forceinline__ void deal(Passes<kUnitRows, kWorkers, kResident> pass
 
 // ---- Launching ----
 
-// Multiprocessors of the current device; 0 when CUDA cannot say.
-inline int multiprocessors() {
-#if defined(TILERANK_HOST_BUILD)
-    return 3;
-#else
-    int device = 0;
-    int count = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-        cudaGetLastError();
-        return 0;
-    }
-    return count;
-#endif
-}
-
 // Launches kernel(args, factor, aligned) with one block a multiprocessor.
 inline tilerank_status launch_balanced(const char* name, void (*kernel)(AttentionArgs, float, bool), int unit_rows,
                                        int threads, size_t shared_bytes, const AttentionArgs& args, void* stream) {

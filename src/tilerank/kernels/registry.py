@@ -18,7 +18,7 @@ DTYPES = ("fp32", "fp16", "bf16")
 LAYOUTS = ("padded", "packed")
 MASKS = ("key_lengths", "causal", "boolean", "additive")
 DEVICES = ("cpu", "cuda")
-PRODUCTS = ("ffma", "fp16x3", "tf32")
+PRODUCTS = ("ffma", "fp16x3", "tf32x3", "tf32")
 MAX_HEAD_DIM = 256
 
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")

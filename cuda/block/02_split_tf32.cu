@@ -1,0 +1,228 @@
+// Split TF32: two_launches for fp32. Each product is three of TF32 terms on the matrix unit (high times high, high times
+// low both ways), which keeps 21 bits of each factor whatever its size: no scaling, and no range to leave.
+// Prediction: at 4 x 1024 tokens of width 1024, 1,000 us beside 1,350 us unfused (700 of them products in FFMA at 50
+//   TFLOP/s, 530 attention): three TF32 products reach 118 TFLOP/s at most, and half of that here.
+// Answer: metrics/<machine>/bench_block.json and docs/block.md.
+#include <algorithm>
+
+#include "common/block_mma.cuh"
+#include "common/softmax.cuh"
+
+namespace tilerank {
+namespace split_tf32 {
+
+constexpr int kThreads = kGemmThreads;
+constexpr int kTileKeys = 32;
+constexpr int kUnitRows = kGemmWarps * 16;
+constexpr int kStages = 2;
+
+template <int D>
+constexpr int kPitch = D + 4;  // rows fall into different banks, also every second one
+
+template <int D>
+struct KeyStages {
+    float k[kStages][kTileKeys][kPitch<D>];
+    float v[kStages][kTileKeys][kPitch<D>];
+};
+
+// What a block has in shared memory, now for one thing, now for the other.
+template <int D, bool kInOut>
+union Memory {
+    KeyStages<D> keys;
+    GemmStage<float, kInOut> stages[kGemmStages];
+    __host__ __device__ Memory() {}
+};
+
+template <int D>
+__device__ __forceinline__ void copy_tile(float (&tile)[kTileKeys][kPitch<D>], const float* source, int64_t stride,
+                                          int count) {
+    constexpr int kParts = D / 4;
+#pragma unroll
+    for (int at = static_cast<int>(threadIdx.x); at < kTileKeys * kParts; at += kThreads) {
+        const int row = at / kParts;
+        const int column = at % kParts * 4;
+        copy_async<16>(&tile[row][column], source + (row < count ? row * stride + column : 0), row < count);
+    }
+}
+
+// One head of one unit.
+template <int D>
+__device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tiles, int64_t sequence, int64_t unit,
+                                       int64_t head, float factor) {
+    const AttentionArgs& args = plan.attention;
+    const HeadView<float> view = head_view<float>(args, sequence, head);
+    const QueryRows<float> block = query_rows<float>(args, view, unit * kUnitRows, kUnitRows);
+    const int lane = threadIdx.x % kWarpSize;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int first_row = static_cast<int>(threadIdx.x) / kWarpSize * 16;
+    const int rows = block.rows - first_row;  // of this warp; it may have none and then only copies
+
+    const auto copy_tiles = [&](int tile) {
+        const int first = tile * kTileKeys;
+        const int keys = block.any_row_sees - first;
+        if (keys > 0) {
+            copy_tile<D>(tiles.k[tile % kStages], block.k + first * args.k_token_stride, args.k_token_stride, keys);
+            copy_tile<D>(tiles.v[tile % kStages], block.v + first * args.v_token_stride, args.v_token_stride, keys);
+        }
+        copy_async_commit();
+    };
+    copy_tiles(0);
+
+    float q[D / 8][4];  // of m16n8k8
+    Fragment sums[D / 8] = {};
+    SoftmaxState softmax[2];  // sum: of this lane's keys until the end
+    if (rows > 0) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* row = block.q + min(first_row + i % 2 * 8 + g, block.rows - 1) * args.q_token_stride;
+#pragma unroll
+            for (int depth = 0; depth < D / 8; ++depth) q[depth][i] = row[depth * 8 + i / 2 * 4 + t] * factor;
+        }
+    }
+
+    int tile = 0;
+    for (int first = 0; first < block.any_row_sees; first += kTileKeys, ++tile) {
+        copy_tiles(tile + 1);
+        copy_async_wait<1>();
+        __syncthreads();  // this tile is there for all warps
+        if (rows > 0) {
+            const auto& k_tile = tiles.k[tile % kStages];
+            const auto& v_tile = tiles.v[tile % kStages];
+            Fragment scores[kTileKeys / 8] = {};
+#pragma unroll
+            for (int depth = 0; depth < D / 8; ++depth) {
+                uint32_t a_high[4];
+                uint32_t a_low[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Terms terms = split_terms(q[depth][i]);
+                    a_high[i] = terms.high, a_low[i] = terms.low;
+                }
+#pragma unroll
+                for (int column = 0; column < kTileKeys / 8; ++column) {
+                    const Terms first_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t]);
+                    const Terms second_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t + 4]);
+                    mma_split(scores[column], a_high, a_low, {first_terms.high, second_terms.high},
+                              {first_terms.low, second_terms.low});
+                }
+            }
+            float largest[2] = {softmax[0].max, softmax[1].max};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int sees = block.row_sees(first_row + half * 8 + g) - first;
+#pragma unroll
+                for (int column = 0; column < kTileKeys / 8; ++column) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& score = scores[column][half * 2 + i];
+                        score = hide_unless(column * 8 + t * 2 + i < sees, score);
+                        largest[half] = fmaxf(largest[half], score);
+                    }
+                }
+                const float rescale = softmax[half].rebase(quad_max(largest[half]));
+#pragma unroll
+                for (int column = 0; column < D / 8; ++column) {
+                    sums[column][half * 2] *= rescale;
+                    sums[column][half * 2 + 1] *= rescale;
+                }
+            }
+            // A lane's sums of scores are those of keys 2t and 2t + 1. Taking these for the keys t and t + 4 of the
+            // left factor, and the rows of values likewise, the product is the same and nothing moves between lanes.
+#pragma unroll
+            for (int column = 0; column < kTileKeys / 8; ++column) {
+                uint32_t a_high[4];
+                uint32_t a_low[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Terms terms = split_terms(softmax[i % 2].add(scores[column][i % 2 * 2 + i / 2]));
+                    a_high[i] = terms.high, a_low[i] = terms.low;
+                }
+                const int key = column * 8 + t * 2;
+#pragma unroll
+                for (int d = 0; d < D / 8; ++d) {
+                    const Terms first_terms = split_terms(v_tile[key][d * 8 + g]);
+                    const Terms second_terms = split_terms(v_tile[key + 1][d * 8 + g]);
+                    mma_split(sums[d], a_high, a_low, {first_terms.high, second_terms.high},
+                              {first_terms.low, second_terms.low});
+                }
+            }
+        }
+        __syncthreads();  // the tile is no longer read
+    }
+    copy_async_wait<0>();
+    const float factors[2] = {normalizer(quad_sum(softmax[0].sum)), normalizer(quad_sum(softmax[1].sum))};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (half * 8 + g >= rows) continue;
+        float* row = block.out + (first_row + half * 8 + g) * args.out_token_stride + t * 2;
+#pragma unroll
+        for (int column = 0; column < D / 8; ++column) {
+            store_vector(row + column * 8, float2{sums[column][half * 2] * factors[half],
+                                                  sums[column][half * 2 + 1] * factors[half]});
+        }
+    }
+}
+
+template <int D, bool kInOut>
+__global__ void __launch_bounds__(kThreads) attend_and_project(BlockPlan plan, float factor) {
+    DynamicShared memory;
+    auto* tiles = memory.take<Memory<D, kInOut>>(1);
+    SHARED(uint32_t, number_slot, [1]);
+    const BlockWork work(plan);
+    const int64_t all = work.all(plan);
+    for (;;) {
+        const int64_t number = take_number(plan, number_slot[0]);
+        if (number >= all) return;
+        if (number < work.attention) {
+            const int64_t heads = plan.args.num_heads;
+            const int64_t sequence = number / heads / plan.row_blocks;
+            // Causal units differ in length: the longest come first.
+            const int64_t at = number / heads % plan.row_blocks;
+            const int64_t unit = plan.args.causal ? plan.row_blocks - 1 - at : at;
+            attend<D>(plan, tiles->keys, sequence, unit, number % heads, factor);
+            head_done(plan, sequence, unit);
+        } else {
+            project_out_tile<float, kInOut>(plan, tiles->stages, work, number - work.attention, number_slot[0]);
+        }
+    }
+}
+
+template <int D, bool kInOut>
+tilerank_status launch_second(const BlockPlan& plan, void* stream) {
+    constexpr int kBlocksAMultiprocessor = 4;  // more than fit take no number until the others are done
+    const int64_t blocks =
+        std::min<int64_t>(BlockWork(plan).all(plan), kBlocksAMultiprocessor * std::max(multiprocessors(), 1));
+    return launch_blocks("split_tf32", attend_and_project<D, kInOut>, blocks, kThreads,
+                         DynamicShared::bytes<Memory<D, kInOut>>(1), stream, plan, scale_log2(plan.attention));
+}
+
+template <int D>
+tilerank_status launch_for(const BlockArgs& args, void* workspace, void* stream) {
+    const BlockPlan plan = make_plan(args, workspace, kUnitRows);
+    const tilerank_status status = block_mma::launch_project<float>("split_tf32", plan, stream);
+    if (status != TILERANK_OK) return status;
+    return args.weight_layout == TILERANK_WEIGHTS_IN_OUT ? launch_second<D, true>(plan, stream)
+                                                         : launch_second<D, false>(plan, stream);
+}
+
+}  // namespace split_tf32
+
+size_t block_split_tf32_workspace(const BlockArgs& args) { return plan_bytes(args, split_tf32::kUnitRows); }
+
+tilerank_status block_split_tf32(const BlockArgs& args, void* workspace, void* stream) {
+    switch (args.head_dim) {
+        case 32:
+            return split_tf32::launch_for<32>(args, workspace, stream);
+        case 64:
+            return split_tf32::launch_for<64>(args, workspace, stream);
+        case 80:
+            return split_tf32::launch_for<80>(args, workspace, stream);
+        case 96:
+            return split_tf32::launch_for<96>(args, workspace, stream);
+        default:
+            return split_tf32::launch_for<128>(args, workspace, stream);
+    }
+}
+
+}  // namespace tilerank
