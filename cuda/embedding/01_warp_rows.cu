@@ -1,133 +1,111 @@
-// One warp a row: the rows of the three tables are read by vectors of four, added and normalised in registers.
+// One warp a row: the rows of the three tables are read by 16-byte vectors, added and normalised in registers; rows too
+// wide for that are read twice.
 // Prediction: 8 us for 16,830 rows of 384 in fp16, from 60 as four kernels of a library: 13 MB are written, and the
 //   words' rows, 13 MB, come from a table of 23 MB.
-// Answer: metrics/<machine>/bench_encoder.json and docs/encoder.md.
+// Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
 #include "common/embedding.h"
-#include "common/device.h"
+#include "common/moments.cuh"
 
 namespace tilerank {
 namespace warp_rows {
 
-constexpr int kThreads = 128;
-constexpr int kRows = kThreads / kWarpSize;  // of a block
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
 
+// The row of the table that an index names; one beyond it means the nearest.
 template <typename Element>
-__device__ __forceinline__ void load4(float (&values)[4], const Element* source) {
-    if constexpr (sizeof(Element) == 4) {
-        const float4 all = load_vector<float4>(source);
-        values[0] = all.x, values[1] = all.y, values[2] = all.z, values[3] = all.w;
-    } else {
-        struct alignas(8) Four {
-            Element at[4];
-        };
-        const Four all = load_vector<Four>(source);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(all.at[i]);
-    }
+__device__ __forceinline__ const Element* row_of(const void* table, const int32_t* indices, int64_t at, int64_t count,
+                                                 int64_t width) {
+    if (table == nullptr) return nullptr;
+    return static_cast<const Element*>(table) + clamp(static_cast<int64_t>(indices[at]), 0, count - 1) * width;
 }
 
-template <typename Element>
-__device__ __forceinline__ void store4(Element* target, const float (&values)[4]) {
-    struct alignas(4 * sizeof(Element)) Four {
-        Element at[4];
-    };
-    Four all;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) all.at[i] = static_cast<Element>(values[i]);
-    store_vector(target, all);
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(kFullMask, value, distance);
-    }
-    return value;
-}
-
-__device__ __forceinline__ int64_t clamped(const int32_t* indices, int64_t row, int64_t count) {
-    const int64_t index = indices[row];
-    return index < 0 ? 0 : index < count ? index : count - 1;
-}
-
-// width is kParts x 128.
+// kParts: vectors of a row that a lane keeps; 0: none, the row is read twice.
 template <typename Element, int kParts>
-__global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kWarpSize;
+__global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool aligned) {
+    constexpr int kPart = 16 / sizeof(Element);
+    constexpr int kStep = kWarpSize * kPart;
+    const int lane = threadIdx.x % kWarpSize;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
     if (row >= args.rows) return;
-    const int first = threadIdx.x % kWarpSize * 4;
-    const Element* tables[3] = {
-        static_cast<const Element*>(args.words) + clamped(args.ids, row, args.word_count) * args.width,
-        static_cast<const Element*>(args.positions) + clamped(args.places, row, args.position_count) * args.width,
-        args.types == nullptr ? nullptr
-                              : static_cast<const Element*>(args.types) +
-                                    clamped(args.type_ids, row, args.type_count) * args.width};
-    float sums[kParts][4];
-    float mean = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        float other[4];
-        load4(sums[part], tables[0] + part * 128 + first);
-        load4(other, tables[1] + part * 128 + first);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[part][i] += other[i];
-        if (tables[2] != nullptr) {
-            load4(other, tables[2] + part * 128 + first);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[part][i] += other[i];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) mean += sums[part][i];
-    }
-    mean = warp_sum(mean) * (1.0f / (kParts * 128));
-    float variance = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sums[part][i] -= mean;
-            variance = fmaf(sums[part][i], sums[part][i], variance);
-        }
-    }
-    const float factor = 1.0f / sqrtf(warp_sum(variance) * (1.0f / (kParts * 128)) + static_cast<float>(args.epsilon));
+    const Element* word = row_of<Element>(args.words, args.ids, row, args.word_count, args.width);
+    const Element* position = row_of<Element>(args.positions, args.places, row, args.position_count, args.width);
+    const Element* type = row_of<Element>(args.types, args.type_ids, row, args.type_count, args.width);
+    const Element* gamma = static_cast<const Element*>(args.gamma);
+    const Element* beta = static_cast<const Element*>(args.beta);
     Element* out = static_cast<Element*>(args.out) + row * args.out_stride;
+
+    const auto count_at = [&](int64_t column) {
+        return static_cast<int>(clamp(args.width - column, 0, static_cast<int64_t>(kPart)));
+    };
+    const auto load = [&](float (&values)[kPart], int64_t column) {
+        float more[kPart];
+        load_floats(values, word + column, count_at(column), aligned);
+        load_floats(more, position + column, count_at(column), aligned);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        float gamma[4], beta[4];
-        load4(gamma, static_cast<const Element*>(args.gamma) + part * 128 + first);
-        load4(beta, static_cast<const Element*>(args.beta) + part * 128 + first);
+        for (int i = 0; i < kPart; ++i) values[i] += more[i];
+        if (type == nullptr) return;
+        load_floats(more, type + column, count_at(column), aligned);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[part][i] = fmaf(sums[part][i] * factor, gamma[i], beta[i]);
-        store4(out + part * 128 + first, sums[part]);
+        for (int i = 0; i < kPart; ++i) values[i] += more[i];
+    };
+    const auto store = [&](int64_t column, float (&values)[kPart], const RowScale& scale) {
+        float factors[kPart], terms[kPart];
+        load_floats(factors, gamma + column, count_at(column), aligned);
+        load_floats(terms, beta + column, count_at(column), aligned);
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) values[i] = (values[i] - scale.mean) * scale.factor * factors[i] + terms[i];
+        store_floats(out + column, values, count_at(column), aligned);
+    };
+
+    const float epsilon = static_cast<float>(args.epsilon);
+    Moments moments;
+    if constexpr (kParts > 0) {
+        float values[kParts][kPart];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int64_t column = part * kStep + lane * kPart;
+            if (count_at(column) > 0) load(values[part], column);
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            moments.add(values[part], count_at(part * kStep + lane * kPart));
+        }
+        moments.merge_warp();
+        const RowScale scale = row_scale(moments, epsilon);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int64_t column = part * kStep + lane * kPart;
+            if (count_at(column) > 0) store(column, values[part], scale);
+        }
+    } else {
+        float values[kPart];
+        for (int64_t column = lane * kPart; column < args.width; column += kStep) {
+            load(values, column);
+            moments.add(values, count_at(column));
+        }
+        moments.merge_warp();
+        const RowScale scale = row_scale(moments, epsilon);
+        for (int64_t column = lane * kPart; column < args.width; column += kStep) {
+            load(values, column);
+            store(column, values, scale);
+        }
     }
+}
+
+bool is_aligned(const EmbeddingArgs& args) {
+    const uintptr_t pointers = reinterpret_cast<uintptr_t>(args.words) | reinterpret_cast<uintptr_t>(args.positions) |
+                               reinterpret_cast<uintptr_t>(args.types) | reinterpret_cast<uintptr_t>(args.gamma) |
+                               reinterpret_cast<uintptr_t>(args.beta) | reinterpret_cast<uintptr_t>(args.out);
+    return pointers % 16 == 0 && (args.width | args.out_stride) % (args.dtype == TILERANK_FP32 ? 4 : 8) == 0;
 }
 
 template <typename Element>
 tilerank_status launch_typed(const EmbeddingArgs& args, void* stream) {
-    using Kernel = void (*)(EmbeddingArgs);
-    constexpr Kernel kKernels[] = {kernel<Element, 1>, kernel<Element, 2>, kernel<Element, 3>, kernel<Element, 4>,
-                                   nullptr,            kernel<Element, 6>, nullptr,            kernel<Element, 8>};
-    const int64_t parts = args.width / 128;
-    if (args.width % 128 != 0 || parts > 8 || kKernels[parts - 1] == nullptr) {
-        return refuse(TILERANK_UNSUPPORTED, "variant warp_rows: width is %lld; it serves: 128, 256, 384, 512, 768, 1024",
-                      static_cast<long long>(args.width));
-    }
-    const uintptr_t pointers = reinterpret_cast<uintptr_t>(args.words) | reinterpret_cast<uintptr_t>(args.positions) |
-                               reinterpret_cast<uintptr_t>(args.types) | reinterpret_cast<uintptr_t>(args.gamma) |
-                               reinterpret_cast<uintptr_t>(args.beta) | reinterpret_cast<uintptr_t>(args.out);
-    if (pointers % 16 != 0 || args.out_stride % 4 != 0) {
-        return refuse(TILERANK_UNSUPPORTED,
-                      "variant warp_rows: a table or out does not begin its rows at a multiple of 16 bytes");
-    }
-    const int64_t blocks = (args.rows + kRows - 1) / kRows;
-    if (blocks > INT32_MAX) {
-        return refuse(TILERANK_UNSUPPORTED, "variant warp_rows: rows is %lld; it serves: up to %lld",
-                      static_cast<long long>(args.rows), static_cast<long long>(INT32_MAX) * kRows);
-    }
-    const int error =
-        launch(kKernels[parts - 1], dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, args);
-    if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant warp_rows: %s", launch_error_text(error));
-    return TILERANK_OK;
+    const int64_t parts = (args.width + 512 / sizeof(Element) - 1) / (512 / static_cast<int64_t>(sizeof(Element)));
+    const auto run = parts <= 2 ? kernel<Element, 2> : parts <= 4 ? kernel<Element, 4> : kernel<Element, 0>;
+    return launch_blocks("warp_rows", run, (args.rows + kWarps - 1) / kWarps, kThreads, 0, stream, args,
+                         is_aligned(args));
 }
 
 }  // namespace warp_rows

@@ -3,7 +3,7 @@
 // (bias, GELU, stores).
 // Prediction: 26 us for 16,830 rows, 384 -> 1536 with GELU, from 79 as two kernels: 3,072 cycles a tile on the tensor
 //   cores, 12 tiles a block, 21 us; start and end 5. 384 -> 1152: 20 us from 33.
-// Answer: metrics/<machine>/bench_encoder.json and docs/encoder.md.
+// Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
 #include "common/activation.cuh"
 #include "common/linear.h"
 #include "common/mma16.cuh"

@@ -2,7 +2,7 @@
 // a block, 64 a warpgroup, the weights fetched once for the two blocks of a cluster.
 // Prediction: 13 us for 16,830 rows of depth 384, from 17 + 31 as three kernels: 10 us move rows in, residual in and
 //   result out. Depth 1536: 30 us from 65; L2 delivers 40 KB a part and block, 23 us; start and end 7.
-// Answer: metrics/<machine>/bench_encoder.json and docs/encoder.md.
+// Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
 #include "common/linear.h"
 #include "common/mma16.cuh"
 #include "common/softmax.cuh"

@@ -121,8 +121,7 @@ class KernelParts(TorchParts):
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """See `Parts`."""
-        width = embeddings.word_embeddings.weight.shape[1]
-        if not self._runs("embedding", "warp_rows") or width not in (128, 256, 384, 512, 768, 1024):
+        if not self._runs("embedding", "warp_rows"):
             return super().embed(embeddings)
         from tilerank.kernels import encoder_ops
 
