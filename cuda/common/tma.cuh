@@ -7,6 +7,7 @@
 
 #include "common/barriers.cuh"
 #include "common/wgmma.cuh"
+#include "tilerank.h"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TILERANK_HOPPER(...) asm volatile(__VA_ARGS__)
@@ -18,14 +19,15 @@ namespace tilerank {
 
 // ---- Tensor maps ----
 
-// Tiles are parts of kPartColumns 16-bit columns, 128 bytes a row, in the swizzle of that width.
-constexpr int kPartColumns = 64;
+// Tiles are parts of 128 bytes a row, in the swizzle of that width.
+constexpr int kPartBytesOfRow = 128;
+constexpr int kPartColumns = kPartBytesOfRow / 2;  // of 16-bit elements
 
-// Describes a matrix [rows, columns] of 16-bit elements, stride elements a row, to the copies below: boxes of box_rows x
-// kPartColumns. Rows beyond the matrix are read as zeros. Base and rows must be multiples of 16 bytes. False where
-// the driver refuses.
-inline bool encode_tiles(CUtensorMap* map, const void* base, int64_t rows, int64_t columns, int64_t stride,
-                         int box_rows, bool is_bf16) {
+// Describes a matrix [rows, columns] of a dtype (TILERANK_FP32, ...), stride elements a row, to the copies below: boxes
+// of box_rows x 128 bytes. Rows beyond the matrix are read as zeros. Base and rows must be multiples of 16 bytes. False
+// where the driver refuses.
+inline bool encode_tiles(CUtensorMap* map, const void* base, int32_t dtype, int64_t rows, int64_t columns,
+                         int64_t stride, int box_rows) {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult found;
     const cudaError_t error =
@@ -34,16 +36,18 @@ inline bool encode_tiles(CUtensorMap* map, const void* base, int64_t rows, int64
         cudaGetLastError();
         return false;
     }
+    constexpr CUtensorMapDataType kTypes[] = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                                              CU_TENSOR_MAP_DATA_TYPE_BFLOAT16};
+    const int bytes = dtype == TILERANK_FP32 ? 4 : 2;
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[] = {kPartColumns, static_cast<cuuint32_t>(box_rows)};
+    const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * bytes};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(kPartBytesOfRow / bytes), static_cast<cuuint32_t>(box_rows)};
     const cuuint32_t steps[] = {1, 1};
     using Encode = decltype(&cuTensorMapEncodeTiled);
-    return reinterpret_cast<Encode>(address)(
-               map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-               const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    return reinterpret_cast<Encode>(address)(map, kTypes[dtype], 2, const_cast<void*>(base), sizes, strides, box, steps,
+                                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // ---- Copies by one thread; the barrier counts their bytes ----

@@ -226,10 +226,14 @@ typedef struct tilerank_fused_attention_params {
  * function. */
 enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
 
-/* In which order the rows of a linear layer's weights lie. PLAIN: row n has the factors of output n. INTERLEAVED: within
- * each 32 rows, row 8 j + 2 t + e (j and t 0..3, e 0..1) has the factors of output 8 t + 2 j + e, so that a thread of a
- * matrix product ends with eight neighbouring outputs. */
-enum { TILERANK_ROWS_PLAIN = 0, TILERANK_ROWS_INTERLEAVED = 1 };
+/* How the weights of a linear layer lie.
+ * PLAIN: row n has the factors of output n.
+ * INTERLEAVED: within each 32 rows, row 8 j + 2 t + e (j and t 0..3, e 0..1) has the factors of output 8 t + 2 j + e, so
+ *   that a thread of a matrix product ends with eight neighbouring outputs.
+ * SPLIT: of an fp32 layer, in fp16. Rows are interleaved; each has the high terms of its factors times
+ *   2^weight_exponent, then the low terms (what rounding to fp16 took away): 2 depth in all. Within each 16, place
+ *   8 h + 2 t + e (h 0..1) has factor 4 t + 2 h + e. */
+enum { TILERANK_FORMAT_PLAIN = 0, TILERANK_FORMAT_INTERLEAVED = 1, TILERANK_FORMAT_SPLIT = 2 };
 
 /* A linear layer of an encoder and what follows it (cuda/linear/reference.cc):
  *   s = x weight^T + bias                                    where gamma is NULL: out = activation(s);
@@ -237,7 +241,7 @@ enum { TILERANK_ROWS_PLAIN = 0, TILERANK_ROWS_INTERLEAVED = 1 };
  * Sums are not rounded before the last step. Fill the struct with zeros first, then set what is needed. */
 typedef struct tilerank_linear_params {
     const void* x;        /* [rows, depth] */
-    const void* weight;   /* [columns, depth] */
+    const void* weight;   /* [columns, depth], as weight_format says */
     const void* bias;     /* [columns] in the order of out; NULL: none */
     const void* residual; /* [rows, columns]; NULL: none; only where gamma is given */
     const void* gamma;    /* [columns]; NULL: no normalisation */
@@ -246,11 +250,14 @@ typedef struct tilerank_linear_params {
                              another input */
     int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of every tensor here */
     int32_t activation;   /* TILERANK_ACTIVATION_...; NONE where gamma is given */
-    int32_t weight_rows;  /* TILERANK_ROWS_... */
+    int32_t weight_format;   /* TILERANK_FORMAT_... */
+    int32_t weight_exponent; /* -126 to 126; of split weights, else 0 */
+    int32_t x_exponent;      /* -126 to 126; with split weights x is multiplied by 2^x_exponent before it is split into
+                                fp16 terms: nothing in it may then exceed 65,504, else sums are not finite; else 0 */
     double epsilon;       /* of the normalisation; finite, >= 0 */
     int64_t rows;         /* >= 0; 0: success, nothing is done */
-    int64_t columns;      /* >= 1; a multiple of 32 where weight rows are interleaved */
-    int64_t depth;        /* >= 1 */
+    int64_t columns;      /* >= 1; a multiple of 32 unless weights are plain */
+    int64_t depth;        /* >= 1; a multiple of 16 where weights are split */
     int64_t x_stride;     /* elements between rows; the elements of a row are contiguous */
     int64_t weight_stride;
     int64_t residual_stride;

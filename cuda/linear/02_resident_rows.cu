@@ -124,7 +124,7 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
         wgmma_wait<0>();
         if (lane < 2) barrier_arrive_at(&barriers.empty[last_slot], lane);
 
-        // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_ROWS_INTERLEAVED.
+        // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
         const int column = first_column + lane % 4 * 8;
         const Element* bias = static_cast<const Element*>(problem.bias);
 #pragma unroll
@@ -201,8 +201,9 @@ bool aligned16(const void* pointer, int64_t stride) {
 
 tilerank_status check_served(const LinearArgs& args) {
     if (args.gamma != nullptr) return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: gamma is given; it serves: NULL");
-    if (args.weight_rows != TILERANK_ROWS_INTERLEAVED) {
-        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: weight_rows is 0; it serves: 1 (interleaved)");
+    if (args.weight_format != TILERANK_FORMAT_INTERLEAVED) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: weight_format is %d; it serves: 1 (interleaved)",
+                      args.weight_format);
     }
     if (args.columns % kTile != 0) {
         return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: columns is %lld; it serves: multiples of %d",
@@ -228,10 +229,9 @@ template <typename Element>
 tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     const tilerank_status served = check_served(args);
     if (served != TILERANK_OK) return served;
-    constexpr bool kIsBf16 = std::is_same_v<Element, __nv_bfloat16>;
     Problem problem{};
-    if (!encode_tiles(&problem.x, args.x, args.rows, args.depth, args.x_stride, kTile, kIsBf16) ||
-        !encode_tiles(&problem.weight, args.weight, args.columns, args.depth, args.weight_stride, kTile / 2, kIsBf16)) {
+    if (!encode_tiles(&problem.x, args.x, args.dtype, args.rows, args.depth, args.x_stride, kTile) ||
+        !encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kTile / 2)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant resident_rows: the driver refused a tensor map");
     }
     problem.bias = args.bias, problem.out = args.out, problem.out_stride = args.out_stride;

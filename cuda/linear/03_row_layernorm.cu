@@ -91,7 +91,7 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* s
     }
     wgmma_wait<0>();
 
-    // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_ROWS_INTERLEAVED.
+    // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
     const int first_row = static_cast<int>(blockIdx.x) * kRows + group * 64 + warp * 16 + lane / 4;
     const int first_column = lane % 4 * 8;
     const bool exists[2] = {first_row < problem.rows, first_row + 8 < problem.rows};
@@ -193,8 +193,9 @@ tilerank_status check_served(const LinearArgs& args) {
     if (args.gamma == nullptr || args.residual == nullptr || args.bias == nullptr) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: bias, residual or gamma is NULL; it serves: all given");
     }
-    if (args.weight_rows != TILERANK_ROWS_INTERLEAVED) {
-        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: weight_rows is 0; it serves: 1 (interleaved)");
+    if (args.weight_format != TILERANK_FORMAT_INTERLEAVED) {
+        return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: weight_format is %d; it serves: 1 (interleaved)",
+                      args.weight_format);
     }
     if (args.columns != kColumns) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: columns is %lld; it serves: %d",
@@ -220,10 +221,9 @@ template <typename Element>
 tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     const tilerank_status served = check_served(args);
     if (served != TILERANK_OK) return served;
-    constexpr bool kIsBf16 = std::is_same_v<Element, __nv_bfloat16>;
     Problem problem{};
-    if (!encode_tiles(&problem.x, args.x, args.rows, args.depth, args.x_stride, kRows, kIsBf16) ||
-        !encode_tiles(&problem.weight, args.weight, args.columns, args.depth, args.weight_stride, kHalf, kIsBf16)) {
+    if (!encode_tiles(&problem.x, args.x, args.dtype, args.rows, args.depth, args.x_stride, kRows) ||
+        !encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kHalf)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant row_layernorm: the driver refused a tensor map");
     }
     problem.bias = args.bias, problem.residual = args.residual, problem.gamma = args.gamma, problem.beta = args.beta;

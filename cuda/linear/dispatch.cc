@@ -1,5 +1,6 @@
 // The entry points of the linear layer: check what the caller passed, then run the variant that was named.
 #include <cmath>
+#include <cstdlib>
 
 #include "common/dispatch.h"
 #include "common/linear.h"
@@ -12,7 +13,7 @@ using namespace dispatch;
 tilerank_status check_pointers(const LinearArgs& args) {
     const uintptr_t element = element_bytes(args.dtype);
     PASS_ON(check_pointer("x", args.x, element));
-    PASS_ON(check_pointer("weight", args.weight, element));
+    PASS_ON(check_pointer("weight", args.weight, args.weight_format == TILERANK_FORMAT_SPLIT ? 2 : element));
     PASS_ON(check_pointer("out", args.out, element));
     if (args.bias != nullptr) PASS_ON(check_pointer("bias", args.bias, element));
     if (args.residual != nullptr) PASS_ON(check_pointer("residual", args.residual, element));
@@ -28,11 +29,19 @@ tilerank_status check(const tilerank_variant& row, const LinearArgs& args, bool 
     PASS_ON(check_dtype(args.dtype));
     REQUIRE(args.activation == TILERANK_ACTIVATION_NONE || args.activation == TILERANK_ACTIVATION_GELU,
             "activation is %d; allowed: 0 (none), 1 (gelu)", args.activation);
-    REQUIRE(args.weight_rows == TILERANK_ROWS_PLAIN || args.weight_rows == TILERANK_ROWS_INTERLEAVED,
-            "weight_rows is %d; allowed: 0 (plain), 1 (interleaved)", args.weight_rows);
-    REQUIRE(args.weight_rows == TILERANK_ROWS_PLAIN || args.columns % 32 == 0,
-            "columns is %lld; with interleaved weight rows it must be a multiple of 32",
+    REQUIRE(args.weight_format >= TILERANK_FORMAT_PLAIN && args.weight_format <= TILERANK_FORMAT_SPLIT,
+            "weight_format is %d; allowed: 0 (plain), 1 (interleaved), 2 (split)", args.weight_format);
+    const bool is_split = args.weight_format == TILERANK_FORMAT_SPLIT;
+    REQUIRE(args.weight_format == TILERANK_FORMAT_PLAIN || args.columns % 32 == 0,
+            "columns is %lld; unless weights are plain it must be a multiple of 32",
             static_cast<long long>(args.columns));
+    REQUIRE(!is_split || args.dtype == TILERANK_FP32, "dtype is %d; split weights are of 0 (fp32)", args.dtype);
+    REQUIRE(!is_split || args.depth % 16 == 0, "depth is %lld; where weights are split it must be a multiple of 16",
+            static_cast<long long>(args.depth));
+    const int32_t most = is_split ? 126 : 0;
+    REQUIRE(std::abs(args.weight_exponent) <= most, "weight_exponent is %d; allowed here: -%d to %d",
+            args.weight_exponent, most, most);
+    REQUIRE(std::abs(args.x_exponent) <= most, "x_exponent is %d; allowed here: -%d to %d", args.x_exponent, most, most);
     REQUIRE(args.gamma == nullptr || args.activation == TILERANK_ACTIVATION_NONE,
             "activation is %d where gamma is given; allowed: 0 (none)", args.activation);
     REQUIRE(args.gamma != nullptr || (args.residual == nullptr && args.beta == nullptr),

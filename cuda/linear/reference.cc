@@ -8,11 +8,21 @@
 namespace tilerank {
 namespace {
 
-// Where the factors of an output lie: see TILERANK_ROWS_INTERLEAVED.
-int64_t weight_row(const LinearArgs& args, int64_t output) {
-    if (args.weight_rows == TILERANK_ROWS_PLAIN) return output;
+// The factor of an input in an output, wherever weight_format puts it.
+double factor_of(const LinearArgs& args, int64_t output, int64_t input) {
+    if (args.weight_format == TILERANK_FORMAT_PLAIN) {
+        return reference::load(args.weight, args.dtype, output * args.weight_stride + input);
+    }
     const int64_t within = output % 32;
-    return output - within + 8 * (within % 8 / 2) + 2 * (within / 8) + within % 2;
+    const int64_t row = output - within + 8 * (within % 8 / 2) + 2 * (within / 8) + within % 2;
+    if (args.weight_format == TILERANK_FORMAT_INTERLEAVED) {
+        return reference::load(args.weight, args.dtype, row * args.weight_stride + input);
+    }
+    const int64_t place = input - input % 16 + 8 * (input % 4 / 2) + 2 * (input % 16 / 4) + input % 2;
+    const int64_t at = row * args.weight_stride + place;
+    return std::ldexp(reference::load(args.weight, TILERANK_FP16, at) +
+                          reference::load(args.weight, TILERANK_FP16, at + args.depth),
+                      -args.weight_exponent);
 }
 
 double gelu(double x) { return 0.5 * x * std::erfc(-x / std::sqrt(2.0)); }
@@ -28,10 +38,9 @@ tilerank_status linear_reference(const LinearArgs& args, void*, void*) {
         for (int64_t k = 0; k < args.depth; ++k) x[static_cast<size_t>(k)] = load(args.x, args.dtype, i * args.x_stride + k);
         double mean = 0.0;
         for (int64_t c = 0; c < args.columns; ++c) {
-            const int64_t weights = weight_row(args, c) * args.weight_stride;
             double sum = args.bias == nullptr ? 0.0 : load(args.bias, args.dtype, c);
             for (int64_t k = 0; k < args.depth; ++k) {
-                sum += x[static_cast<size_t>(k)] * load(args.weight, args.dtype, weights + k);
+                sum += x[static_cast<size_t>(k)] * factor_of(args, c, k);
             }
             if (args.residual != nullptr) sum += load(args.residual, args.dtype, i * args.residual_stride + c);
             row[static_cast<size_t>(c)] = sum;

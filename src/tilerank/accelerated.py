@@ -78,7 +78,7 @@ class Accelerated(torch.nn.Module):
         self._pad_id = embeddings.word_embeddings.padding_idx if after_pad else None
         dtype = PRECISIONS[precision]
         # Plain attributes: what is registered would show up among this module's parameters.
-        body = FusedModel(model, self.device, dtype, attention, first_only=self._is_classifier)
+        body = FusedModel(model, self.device, precision, attention, first_only=self._is_classifier)
         pooler = None if self._is_classifier else getattr(model.base_model, "pooler", None)
         self._pooler = (None if pooler is None else _copy(pooler, self.device, dtype),)
         self.parts = dict(body.parts.used)

@@ -103,7 +103,7 @@ class PaddedEncoder:
 class PackedEncoder:
     """Sequences without padding, for the models that `packed_refusal` does not refuse.
 
-    fused: a `FusedModel` runs, and ``model`` is left as it is, wherever it is. Else the model itself runs, on ``device``,
+    fused: a `FusedModel` runs in ``precision``, and ``model`` is left as it is, wherever it is. Else the model itself runs, on ``device``,
     and is changed for good: its attention becomes ``attention``, and where only first tokens count, its last layer goes
     on with these alone after its attention (the same scores for a seventh less work).
 
@@ -123,6 +123,7 @@ class PackedEncoder:
         prepacked: bool = False,
         graphs: bool = False,
         fused: bool = False,
+        precision: str = "fp32",
     ) -> None:
         self._device = device
         self._uses_types = description.uses_token_types
@@ -130,7 +131,7 @@ class PackedEncoder:
         self._budget = FUSED_BATCH_TOKENS if fused and device.type == "cuda" else BATCH_TOKENS[device.type]
         self.fused: FusedModel | None = None
         if fused:
-            self.fused = FusedModel(model, device, model.dtype, attention, first_only=head.pool == "first")
+            self.fused = FusedModel(model, device, precision, attention, first_only=head.pool == "first")
             self._body = _pooled(self.fused, head)
         else:
             self._body = _UnpaddedModel(model, head, attention)

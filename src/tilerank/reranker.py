@@ -134,6 +134,7 @@ class Reranker:
                 prepacked=self.host_path.prepacked,
                 graphs=self.host_path.graphs,
                 fused=self.host_path.fused,
+                precision=precision,
             )
         self._activation = _activation(description) if is_classifier else torch.nn.Identity()
 

@@ -300,7 +300,7 @@ def test_prepacked_layers_are_linear_layers() -> None:
 
 
 def test_every_path_is_one_idea_more() -> None:
-    switches = ("fast_tokens", "packed", "prepacked", "graphs")
+    switches = ("fast_tokens", "packed", "prepacked", "graphs", "fused")
     for device in ("cpu", "cuda"):
         paths = host_path.of_device(device)
         on = [{name for name in switches if getattr(path, name)} for path in paths]

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> Non
 def test_a_linear_layer(cpu: None, dtype: str, gelu: bool, with_bias: bool) -> None:
     x, weight = draw(5, 24, seed=1, dtype=dtype), draw(7, 24, seed=2, dtype=dtype)
     bias = draw(7, seed=3, dtype=dtype) if with_bias else None
-    found = encoder_ops.linear(x, weight, bias, variant="reference", gelu=gelu)
+    found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, variant="reference", gelu=gelu)
     expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_close(found, functional.gelu(expected) if gelu else expected, dtype)
 
@@ -71,27 +72,49 @@ def test_a_linear_layer_normalised(cpu: None, dtype: str, with_residual: bool) -
     total = total if residual is None else total + residual.double()
     expected = functional.layer_norm(total, (64,), gamma.double(), beta.double(), 1e-5)
     arguments = (bias, residual, gamma, beta, 1e-5)
-    assert_close(encoder_ops.linear_norm(x, weight, *arguments, variant="reference"), expected, dtype)
+    assert_close(
+        encoder_ops.linear_norm(x, encoder_ops.plain(weight), *arguments, variant="reference"), expected, dtype
+    )
     rows = encoder_ops.interleaved(weight)
-    assert not torch.equal(rows, weight)
-    found = encoder_ops.linear_norm(x, rows, *arguments, variant="reference", is_interleaved=True, out=residual)
+    assert not torch.equal(rows.values, weight)
+    found = encoder_ops.linear_norm(x, rows, *arguments, variant="reference", out=residual)
     assert_close(found, expected, dtype)
     assert with_residual == (found is residual)
 
 
 def test_interleaved_rows_put_eight_neighbours_into_one_thread() -> None:
-    order = encoder_ops.interleaved(torch.arange(64)[:, None])[:, 0].reshape(2, 4, 4, 2)  # 32s, block, thread, element
+    order = (
+        encoder_ops.interleaved(torch.arange(64)[:, None]).values[:, 0].reshape(2, 4, 4, 2)
+    )  # block, thread, element
     for thread in range(4):
         assert order[1, :, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
     with pytest.raises(ValueError, match="weight has 40 rows; interleaving takes a multiple of 32"):
         encoder_ops.interleaved(torch.zeros(40, 8))
 
 
+@pytest.mark.parametrize("spread", [1e-4, 0.05, 300.0])
+def test_split_weights_keep_22_bits(cpu: None, spread: float) -> None:
+    x, weight = draw(5, 48, seed=1), draw(32, 48, seed=2, spread=spread)
+    weights = encoder_ops.split(weight)
+    assert weights.values.dtype == torch.float16
+    assert 2.0**14 <= float(weights.values[:, :48].abs().max()) <= 2.0**15
+    found = encoder_ops.linear(x, weights, None, variant="reference", x_exponent=4)
+    expected = functional.linear(x.double(), weight.double())
+    sizes = functional.linear(x.double().abs(), weight.double().abs())
+    assert ((found.double() - expected).abs() <= 2.0**-22 * sizes + 2.0**-23 * expected.abs() + 1e-9 * spread).all()
+    rounded = functional.linear(x.double(), weight.half().double())
+    assert (rounded - expected).abs().max() > 100 * (found.double() - expected).abs().max()
+    with pytest.raises(ValueError, match="weight holds values that are not finite"):
+        encoder_ops.split(weight / 0)
+    with pytest.raises(ValueError, match=r"weight is torch\.float16 with 48 inputs"):
+        encoder_ops.split(weight.half())
+
+
 def test_strided_rows_are_served_in_place(cpu: None) -> None:
     wide = draw(6, 50, seed=1)
     out = torch.full((6, 20), 7.0)
     weight = draw(9, 40, seed=2)[:, ::1][:, :32]
-    found = encoder_ops.linear(wide[:, 3:35], weight, None, variant="reference", out=out[:, 4:13])
+    found = encoder_ops.linear(wide[:, 3:35], encoder_ops.plain(weight), None, variant="reference", out=out[:, 4:13])
     assert_close(found, functional.linear(wide[:, 3:35].double(), weight.double()), "fp32")
     assert (out[:, :4] == 7).all()
     assert (out[:, 13:] == 7).all()
@@ -119,9 +142,7 @@ def test_embeddings(library_of: str, dtype: str, width: int, with_types: bool) -
         total = total + types.double()[kinds.clamp(0, 1).long()]
     expected = functional.layer_norm(total, (width,), gamma.double(), beta.double(), 1e-12)
     for variant in variants(library_of):
-        found = encoder_ops.embedding(
-            ids, places, kinds, words, positions, types, gamma, beta, 1e-12, variant=variant
-        )
+        found = encoder_ops.embedding(ids, places, kinds, words, positions, types, gamma, beta, 1e-12, variant=variant)
         if variant == "reference":
             assert_close(found, expected, dtype)
         else:  # sums in fp32
@@ -134,20 +155,23 @@ def test_embeddings(library_of: str, dtype: str, width: int, with_types: bool) -
 
 def test_what_does_not_fit_is_refused(cpu: None) -> None:
     x, weight = draw(5, 24, seed=1), draw(7, 24, seed=2)
+    weights = encoder_ops.plain(weight)
     with pytest.raises(ValueError, match=r"x has shape \(5, 24\); expected \(5, 23\)"):
-        encoder_ops.linear(x, weight[:, :23], None, variant="reference")
+        encoder_ops.linear(x, encoder_ops.plain(weight[:, :23]), None, variant="reference")
     with pytest.raises(ValueError, match=r"bias is torch\.float16 on cpu; expected torch\.float32"):
-        encoder_ops.linear(x, weight, draw(7, seed=1, dtype="fp16"), variant="reference")
+        encoder_ops.linear(x, weights, draw(7, seed=1, dtype="fp16"), variant="reference")
     with pytest.raises(ValueError, match="its rows must be contiguous"):
-        encoder_ops.linear(draw(24, 5, seed=1).t(), weight, None, variant="reference")
-    with pytest.raises(KernelError, match="columns is 7; with interleaved weight rows it must be a multiple of 32"):
-        encoder_ops.linear(x, weight, None, variant="reference", is_interleaved=True)
+        encoder_ops.linear(draw(24, 5, seed=1).t(), weights, None, variant="reference")
+    with pytest.raises(KernelError, match="columns is 7; unless weights are plain it must be a multiple of 32"):
+        encoder_ops.linear(x, replace(weights, format=library.FORMAT_INTERLEAVED), None, variant="reference")
+    with pytest.raises(KernelError, match=r"x_exponent is 3; allowed here: -0 to 0"):
+        encoder_ops.linear(x, weights, None, variant="reference", x_exponent=3)
     with pytest.raises(KernelError, match="out_stride is 0; rows of out must not overlap: at least columns, 7"):
-        encoder_ops.linear(x, weight, None, variant="reference", out=torch.zeros(7).expand(5, 7))
+        encoder_ops.linear(x, weights, None, variant="reference", out=torch.zeros(7).expand(5, 7))
     with pytest.raises(NotImplementedError, match="x requires a gradient"):
-        encoder_ops.linear(x.clone().requires_grad_(), weight, None, variant="reference")
+        encoder_ops.linear(x.clone().requires_grad_(), weights, None, variant="reference")
     with pytest.raises(ValueError, match="no linear variant is called 'quick'; there are: reference"):
-        encoder_ops.linear(x, weight, None, variant="quick")
+        encoder_ops.linear(x, weights, None, variant="quick")
     ids = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"ids is torch\.int64"):
         encoder_ops.embedding(ids, ids, None, x, x, None, x[0], x[0], 0.0, variant="reference")

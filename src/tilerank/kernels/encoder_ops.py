@@ -7,53 +7,88 @@ library takes (``cuda/include/tilerank.h`` documents each field) and check shape
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from dataclasses import dataclass
 
 import torch
 
-from tilerank.errors import TilerankError
 from tilerank.kernels import library, registry, torch_ops
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-@cache
-def _order_of_32() -> torch.Tensor:
-    """Which output the factors in each of 32 interleaved rows belong to: TILERANK_ROWS_INTERLEAVED."""
-    block, thread, element = torch.meshgrid(torch.arange(4), torch.arange(4), torch.arange(2), indexing="ij")
-    return (8 * thread + 2 * block + element).reshape(-1)
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of a linear layer as the library takes them: `plain`, `interleaved` or `split` make it."""
+
+    values: torch.Tensor
+    format: int  # library.FORMAT_...
+    columns: int  # outputs
+    depth: int  # inputs
+    dtype: torch.dtype  # of the layer
+    exponent: int = 0  # split: what was multiplied by 2^exponent
 
 
-def interleaved(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of ``weight`` ``[out, in]`` whose rows lie as the kernels take them; out is a multiple of 32."""
-    rows = weight.shape[0]
+def plain(weight: torch.Tensor) -> Weights:
+    """``weight`` ``[out, in]`` itself, as `torch.nn.Linear` keeps it."""
+    return Weights(weight, library.FORMAT_PLAIN, *weight.shape, weight.dtype)
+
+
+def interleaved(weight: torch.Tensor) -> Weights:
+    """A copy of ``weight`` ``[out, in]`` whose rows lie as matrix products take them; out is a multiple of 32."""
+    return Weights(_interleaved(weight), library.FORMAT_INTERLEAVED, *weight.shape, weight.dtype)
+
+
+def split(weight: torch.Tensor) -> Weights:
+    """``weight`` ``[out, in]`` in fp32 as the sum of two fp16 terms, after a power of two that brings its largest element
+    to 2^14: 22 bits of each element that is not much smaller. out is a multiple of 32, in of 16."""
+    columns, depth = weight.shape
+    if weight.dtype != torch.float32 or depth % 16:
+        raise ValueError(
+            f"weight is {weight.dtype} with {depth} inputs; splitting takes torch.float32, multiples of 16"
+        )
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("weight holds values that are not finite")
+    exponent = 14 - math.frexp(largest)[1] + 1 if largest else 0
+    exponent = max(-126, min(126, exponent))
+    scaled = torch.ldexp(_interleaved(weight), torch.tensor(exponent, device=weight.device))
+    high = scaled.half()
+    terms = torch.stack([high, (scaled - high.float()).half()], dim=1)  # [out, 2, in]
+    # Factor 4 t + 2 h + e goes to place 8 h + 2 t + e.
+    terms = terms.view(columns, 2, depth // 16, 4, 2, 2).transpose(3, 4).reshape(columns, 2 * depth)
+    return Weights(terms.contiguous(), library.FORMAT_SPLIT, columns, depth, weight.dtype, exponent)
+
+
+def _interleaved(weight: torch.Tensor) -> torch.Tensor:
+    """Within each 32 rows, row 8 j + 2 t + e has the factors of output 8 t + 2 j + e."""
+    rows, depth = weight.shape
     if rows % 32:
         raise ValueError(f"weight has {rows} rows; interleaving takes a multiple of 32")
-    order = (torch.arange(0, rows, 32)[:, None] + _order_of_32()).reshape(-1)
-    return weight.index_select(0, order.to(weight.device))
+    return weight.view(rows // 32, 4, 4, 2, depth).transpose(1, 2).reshape(rows, depth)
 
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: Weights,
     bias: torch.Tensor | None,
     *,
     variant: str,
     gelu: bool = False,
-    is_interleaved: bool = False,
+    x_exponent: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, through GELU (by the error function) where ``gelu``: ``[rows, in]`` -> ``[rows, out]``.
 
-    weight: ``[out, in]``, or where ``is_interleaved`` what `interleaved` made of it. Raises `KernelError` for what the
-    variant does not serve, ValueError for tensors that do not fit.
+    x_exponent: with split weights x is multiplied by 2^x_exponent before it is split; nothing in it may then exceed
+    65,504. Raises `KernelError` for what the variant does not serve, ValueError for tensors that do not fit.
     """
-    return _linear(x, weight, bias, None, None, None, 0.0, variant, gelu, is_interleaved, out)
+    return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, out)
 
 
 def linear_norm(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: Weights,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     gamma: torch.Tensor,
@@ -61,11 +96,50 @@ def linear_norm(
     epsilon: float,
     *,
     variant: str,
-    is_interleaved: bool = False,
+    x_exponent: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``layer_norm(x @ weight.T + bias + residual)``; ``out`` may be ``residual`` itself. Otherwise as `linear`."""
-    return _linear(x, weight, bias, residual, gamma, beta, epsilon, variant, False, is_interleaved, out)
+    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, False, x_exponent, out)
+
+
+def layernorm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float,
+    *,
+    variant: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``layer_norm(x + bias + residual)`` of rows ``[rows, width]``; ``out`` may be x or residual. Raises as `linear`."""
+    rows, width = x.shape
+    out = x.new_empty(rows, width) if out is None else out
+    for name, tensor in (("x", x), ("residual", residual), ("out", out)):
+        if tensor is not None:
+            _check(name, tensor, x, (rows, width))
+    for name, tensor in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+        if tensor is not None:
+            _check(name, tensor, x, (width,), packed=True)
+    params = library.LayernormParams(
+        x=x.data_ptr(),
+        residual=_pointer(residual),
+        bias=_pointer(bias),
+        gamma=gamma.data_ptr(),
+        beta=beta.data_ptr(),
+        out=out.data_ptr(),
+        dtype=_dtype_code(x.dtype),
+        epsilon=epsilon,
+        rows=rows,
+        width=width,
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+    )
+    torch_ops._call(torch_ops._library().layernorm, registry.get(variant, "layernorm"), params, x.device)
+    return out
 
 
 def embedding(
@@ -108,7 +182,7 @@ def embedding(
         gamma=gamma.data_ptr(),
         beta=beta.data_ptr(),
         out=out.data_ptr(),
-        dtype=_dtype_code(words),
+        dtype=_dtype_code(words.dtype),
         epsilon=epsilon,
         rows=ids.shape[0],
         width=width,
@@ -123,7 +197,7 @@ def embedding(
 
 def _linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: Weights,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     gamma: torch.Tensor | None,
@@ -131,42 +205,43 @@ def _linear(
     epsilon: float,
     variant: str,
     gelu: bool,
-    is_interleaved: bool,
+    x_exponent: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    columns, depth = weight.shape
-    rows = x.shape[0]
-    _check("x", x, weight, (rows, depth))
-    _check("weight", weight, weight, (columns, depth))
+    rows, columns = x.shape[0], weights.columns
+    like = weights.values.new_empty(0, dtype=weights.dtype)
+    out = x.new_empty(rows, columns) if out is None else out
+    _check("weight", weights.values, weights.values, tuple(weights.values.shape))
+    _check("x", x, like, (rows, weights.depth))
+    _check("out", out, like, (rows, columns))
+    if residual is not None:
+        _check("residual", residual, like, (rows, columns))
     for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta)):
         if vector is not None:
-            _check(name, vector, weight, (columns,), packed=True)
-    if residual is not None:
-        _check("residual", residual, weight, (rows, columns))
-    if out is None:
-        out = x.new_empty(rows, columns)
-    _check("out", out, weight, (rows, columns))
+            _check(name, vector, like, (columns,), packed=True)
     params = library.LinearParams(
         x=x.data_ptr(),
-        weight=weight.data_ptr(),
+        weight=weights.values.data_ptr(),
         bias=_pointer(bias),
         residual=_pointer(residual),
         gamma=_pointer(gamma),
         beta=_pointer(beta),
         out=out.data_ptr(),
-        dtype=_dtype_code(weight),
+        dtype=_dtype_code(weights.dtype),
         activation=library.ACTIVATION_GELU if gelu else library.ACTIVATION_NONE,
-        weight_rows=library.ROWS_INTERLEAVED if is_interleaved else library.ROWS_PLAIN,
+        weight_format=weights.format,
+        weight_exponent=weights.exponent,
+        x_exponent=x_exponent,
         epsilon=epsilon,
         rows=rows,
         columns=columns,
-        depth=depth,
+        depth=weights.depth,
         x_stride=x.stride(0),
-        weight_stride=weight.stride(0),
+        weight_stride=weights.values.stride(0),
         residual_stride=0 if residual is None else residual.stride(0),
         out_stride=out.stride(0),
     )
-    torch_ops._call(torch_ops._library().linear, registry.get(variant, "linear"), params, weight.device)
+    torch_ops._call(torch_ops._library().linear, registry.get(variant, "linear"), params, x.device)
     return out
 
 
@@ -178,15 +253,19 @@ def _check(
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {like.dtype} on {like.device}")
     if not (tensor.is_contiguous() if packed else tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
-        raise ValueError(f"{name} has strides {tensor.stride()}; its {'memory' if packed else 'rows'} must be contiguous")
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; its {'memory' if packed else 'rows'} must be contiguous"
+        )
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} requires a gradient; no variant is differentiable: use torch.inference_mode()")
+        raise NotImplementedError(
+            f"{name} requires a gradient; no variant is differentiable: use torch.inference_mode()"
+        )
 
 
-def _dtype_code(tensor: torch.Tensor) -> int:
-    if tensor.dtype not in _DTYPES:
-        raise TilerankError(f"tensors are {tensor.dtype}; served: {', '.join(map(str, _DTYPES))}")
-    return library.DTYPE_CODES[_DTYPES[tensor.dtype]]
+def _dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensors are {dtype}; served: {', '.join(map(str, _DTYPES))}")
+    return library.DTYPE_CODES[_DTYPES[dtype]]
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -29,7 +29,7 @@ DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 LENGTHS_NONE, LENGTHS_INT32, LENGTHS_INT64 = range(3)
 WEIGHTS_OUT_IN, WEIGHTS_IN_OUT = range(2)
 ACTIVATION_NONE, ACTIVATION_GELU = range(2)
-ROWS_PLAIN, ROWS_INTERLEAVED = range(2)
+FORMAT_PLAIN, FORMAT_INTERLEAVED, FORMAT_SPLIT = range(3)
 MASK_NONE, MASK_BOOL, MASK_FP32, MASK_FP16, MASK_BF16 = range(5)
 
 
@@ -153,7 +153,9 @@ class LinearParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "gamma", "beta", "out")),
         ("dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
-        ("weight_rows", ctypes.c_int32),
+        ("weight_format", ctypes.c_int32),
+        ("weight_exponent", ctypes.c_int32),
+        ("x_exponent", ctypes.c_int32),
         ("epsilon", ctypes.c_double),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
