@@ -90,7 +90,8 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
         if (unit / problem.column_tiles != pair) {
             if (pair >= 0 && lane == 0) barrier_arrive(barriers.x_empty);
             pair = unit / problem.column_tiles;
-            ++loads;
+            // Also by the group that has no unit here: a barrier tells a phase only from its neighbours.
+            barrier_wait(barriers.x_full, loads++ & 1);
         }
         if (((unit - range.begin) & 1) != group) {
             slot += problem.parts;
@@ -99,7 +100,6 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
         }
         const int first_row = (pair * 2 + rank) * kTile, first_column = unit % problem.column_tiles * kTile;
         Fragment sums[2][kTile / 8];
-        barrier_wait(barriers.x_full, (loads - 1) & 1);
         int last_slot = 0;
         for (int part = 0; part < problem.parts; ++part) {
             barrier_wait(&barriers.full[slot], turn & 1);

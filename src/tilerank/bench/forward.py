@@ -1,11 +1,14 @@
-"""The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same with torch's own
-attention, and transformers' padded model.
+"""The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same from a library's
+parts, and transformers' padded model.
 
-Wall times of synchronised passes, so that launches count where they set the pace. The model's limit cuts the lengths.
+On a GPU the library's is `packed_library`: compiled with every tuning, in a CUDA graph; where that does not serve it is
+transformers' model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count
+where they set the pace. The model's limit cuts the lengths.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilerank.bench.peers import HuggingFaceScorer
+from tilerank import packing
+from tilerank.bench.packed_library import captured
+from tilerank.bench.peers import DTYPES, HuggingFaceScorer, arithmetic
 from tilerank.bench.rerank import ERROR_FLOORS, RerankSetup, make_reranker
 from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
 from tilerank.bench.workloads import SEED_LENGTHS
 from tilerank.models import describe
+from tilerank.packing import PackedBatch
+from tilerank.reranker import load_model
 from tilerank.tokenization import Tokens
 
 OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
+SHORT = "packed_library_first_tokens"
+"""The library's pass with this project's own short cut, so that it is known what the rest is worth."""
 WARMUP, ROUNDS = 5, 40
 
 
@@ -44,11 +53,12 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     limit = min(setup.max_length, description.own_max_length or setup.max_length)
     tokens = seed_tokens(description.vocabulary_size or 1000, [min(count, limit) for count in SEED_LENGTHS])
     exact = _padded(setup, "fp64", tokens)()
-    runs = {
-        OURS: _packed(setup, precision, tokens),
-        LIBRARY: _packed(replace(setup, attention="sdpa"), precision, tokens),
-        TRANSFORMERS: _padded(setup, precision, tokens),
-    }
+    runs = {OURS: _packed(setup, precision, tokens), TRANSFORMERS: _padded(setup, precision, tokens)}
+    if _can_compile(setup):
+        runs[LIBRARY] = _compiled(setup, precision, tokens, first_only=False)
+        runs[SHORT] = _compiled(setup, precision, tokens, first_only=True)
+    else:
+        runs[LIBRARY] = _packed(replace(setup, attention="sdpa", host_path="packed"), precision, tokens)
 
     def error(found: torch.Tensor) -> float:
         return float((found.double() - exact).abs().max())
@@ -59,11 +69,11 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     record: dict[str, Any] = {"max_abs_error": {row.name: row.error for row in rows if np.isfinite(row.error)}}
     if failures := {row.name: row.failure for row in rows if row.failure}:
         record["failures"] = failures
-    ours, *theirs = (row.spread for row in rows)
+    ours, *_ = spreads = [row.spread for row in rows]
     if ours is not None:
         record |= {"ms": 1e3 * ours.median, "p10_ms": 1e3 * ours.p10, "p90_ms": 1e3 * ours.p90}
     compared: dict[str, Ratio] = {}
-    for name, spread in zip((LIBRARY, TRANSFORMERS), theirs, strict=True):
+    for name, spread in zip(list(runs)[1:], spreads[1:], strict=True):
         if spread is not None:
             record[f"{name}_ms"] = 1e3 * spread.median
             if ours is not None:
@@ -77,6 +87,25 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
 def _packed(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
     reranker = make_reranker(setup, precision)
     return reranker.forward_of(tokens)
+
+
+def _can_compile(setup: RerankSetup) -> bool:
+    """Whether `packed_library` serves the model, and this machine can compile for its GPU."""
+    is_bert = setup.kind == "cross-encoder" and describe(setup.path).family == "bert"
+    return setup.device == "cuda" and is_bert and importlib.util.find_spec("triton") is not None
+
+
+def _compiled(
+    setup: RerankSetup, precision: str, tokens: Tokens, *, first_only: bool
+) -> Callable[[], torch.Tensor]:
+    shape = (int(tokens.lengths.sum()), len(tokens.lengths))
+    values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
+    rows = np.arange(len(tokens.lengths))
+    packing.fill(values.numpy(), tokens, rows, shape, with_types=True, positions_from=0)
+    batch = PackedBatch(values.to(setup.device), *shape, *shape, int(tokens.lengths.max()))
+    model = load_model(setup.path, setup.kind, DTYPES[precision], "sdpa").to(setup.device)
+    with arithmetic(precision):
+        return captured(model, batch, first_only=first_only)
 
 
 def _padded(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
