@@ -19,15 +19,11 @@ namespace tilerank {
 
 // ---- Tensor maps ----
 
-// Tiles are parts of 128 bytes a row, in the swizzle of that width.
-constexpr int kPartBytesOfRow = 128;
-constexpr int kPartColumns = kPartBytesOfRow / 2;  // of 16-bit elements
-
 // Describes a matrix [rows, columns] of a dtype (TILERANK_FP32, ...), stride elements a row, to the copies below: boxes
-// of box_rows x 128 bytes. Rows beyond the matrix are read as zeros. Base and rows must be multiples of 16 bytes. False
-// where the driver refuses.
+// of box_rows rows of row_bytes (64 or 128), in the swizzle of that width. Rows beyond the matrix are read as zeros. Base
+// and rows must be multiples of 16 bytes. False where the driver refuses.
 inline bool encode_tiles(CUtensorMap* map, const void* base, int32_t dtype, int64_t rows, int64_t columns,
-                         int64_t stride, int box_rows) {
+                         int64_t stride, int box_rows, int row_bytes = 128) {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult found;
     const cudaError_t error =
@@ -41,13 +37,22 @@ inline bool encode_tiles(CUtensorMap* map, const void* base, int32_t dtype, int6
     const int bytes = dtype == TILERANK_FP32 ? 4 : 2;
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * bytes};
-    const cuuint32_t box[] = {static_cast<cuuint32_t>(kPartBytesOfRow / bytes), static_cast<cuuint32_t>(box_rows)};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(row_bytes / bytes), static_cast<cuuint32_t>(box_rows)};
     const cuuint32_t steps[] = {1, 1};
     using Encode = decltype(&cuTensorMapEncodeTiled);
     return reinterpret_cast<Encode>(address)(map, kTypes[dtype], 2, const_cast<void*>(base), sizes, strides, box, steps,
-                                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                             CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                             row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
                                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// ---- Shared memory ----
+
+// A block's dynamic shared memory, from a multiple of 1,024 on, as the swizzles need it.
+__device__ __forceinline__ unsigned char* aligned_shared() {
+    extern __shared__ __align__(1024) unsigned char tilerank_aligned_shared[];
+    return tilerank_aligned_shared;
 }
 
 // ---- Copies by one thread; the barrier counts their bytes ----

@@ -12,7 +12,8 @@
 namespace tilerank {
 namespace resident_rows {
 
-constexpr int kTile = 128;                            // rows and columns of a tile
+constexpr int kTile = 128;        // rows and columns of a tile
+constexpr int kPartColumns = 64;  // of depth
 constexpr int kPartBytes = kTile * kPartColumns * 2;  // 64 columns of 128 rows, of x or of the weights
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kMostParts = 8;  // of x: depth up to 512
@@ -50,6 +51,7 @@ struct Barriers {
     uint64_t* empty;
     uint64_t* x_full;
     uint64_t* x_empty;
+    uint64_t* turns;  // of each group to multiply
 };
 
 __device__ __forceinline__ void load(const Problem& problem, unsigned char* x, unsigned char* ring,
@@ -100,6 +102,7 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
         }
         const int first_row = (pair * 2 + rank) * kTile, first_column = unit % problem.column_tiles * kTile;
         Fragment sums[2][kTile / 8];
+        barrier_wait(&barriers.turns[group], (unit - range.begin) / 2 + group + 1 & 1);
         int last_slot = 0;
         for (int part = 0; part < problem.parts; ++part) {
             barrier_wait(&barriers.full[slot], turn & 1);
@@ -121,6 +124,7 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
             last_slot = slot;
             if (++slot == ring_size) slot = 0, ++turn;
         }
+        if (lane == 0) barrier_arrive(&barriers.turns[1 - group]);
         wgmma_wait<0>();
         if (lane < 2) barrier_arrive_at(&barriers.empty[last_slot], lane);
 
@@ -171,7 +175,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     unsigned char* x = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     const int ring_size = ring_parts(problem.parts);
     unsigned char* ring = x + problem.parts * kPartBytes;
-    const Barriers barriers = {barriers_begin, barriers_begin + 14, barriers_begin + 28, barriers_begin + 29};
+    const Barriers barriers = {barriers_begin, barriers_begin + 14, barriers_begin + 28, barriers_begin + 29,
+                              barriers_begin + 30};
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int rank = cluster_rank();
     if (threadIdx.x == 0) {
@@ -181,6 +186,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         }
         barrier_init(barriers.x_full, 1);
         barrier_init(barriers.x_empty, 2 * kWarps);
+        barrier_init(&barriers.turns[0], kWarps);
+        barrier_init(&barriers.turns[1], kWarps);
         fence_barrier_init();
     }
     cluster_sync();

@@ -1,5 +1,6 @@
 // The whole row of 384 columns is one block's, so that bias, residual and LayerNorm are the end of the product: 128 rows
-// a block, 64 a warpgroup, the weights fetched once for the two blocks of a cluster.
+// a block, 64 a warpgroup, the weights fetched once for the two blocks of a cluster. The residual comes through the same
+// ring of stages, behind the factors.
 // Prediction: 13 us for 16,830 rows of depth 384, from 17 + 31 as three kernels: 10 us move rows in, residual in and
 //   result out. Depth 1536: 30 us from 65; L2 delivers 40 KB a part and block, 23 us; start and end 7.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
@@ -14,23 +15,27 @@ namespace row_layernorm {
 constexpr int kRows = 128;
 constexpr int kColumns = 384;
 constexpr int kHalf = kColumns / 2;  // columns of one product, and rows of the weights that one block fetches
-constexpr int kRowBytes = kPartColumns * 2;
+constexpr int kDepth = 32;           // of a stage
+constexpr int kRowBytes = kDepth * 2;
 constexpr int kXBytes = kRows * kRowBytes;
 constexpr int kWeightBytes = kColumns * kRowBytes;
 constexpr int kStageBytes = kXBytes + kWeightBytes;
-constexpr int kStages = 3;
+constexpr int kStages = 7;
+// After the product the residual takes the same way, kStageColumns columns a stage.
+constexpr int kStageColumns = kStageBytes / kXBytes * kDepth;
+constexpr int kVectorBytes = kColumns * 2;  // bias, gamma or beta
+constexpr int kSharedBytes = kStages * kStageBytes + 3 * kVectorBytes + 2 * kStages * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
 
 struct Problem {
     CUtensorMap x;
     CUtensorMap weight;
+    CUtensorMap residual;
     const void* bias;
-    const void* residual;
     const void* gamma;
     const void* beta;
     void* out;
-    int64_t residual_stride;
     int64_t out_stride;
     int rows;
     int parts;  // of depth
@@ -39,20 +44,35 @@ struct Problem {
 
 __device__ __forceinline__ void load(const Problem& problem, unsigned char* stages, uint64_t* full, uint64_t* empty,
                                      int rank) {
-    for (int part = 0, stage = 0, turn = 0; part < problem.parts; ++part) {
+    const int row = static_cast<int>(blockIdx.x) * kRows;
+    int stage = 0, turn = 0;
+    const auto next = [&] {
         if (turn > 0) barrier_wait(&empty[stage], (turn - 1) & 1);
         barrier_expect(&full[stage], kStageBytes);
-        unsigned char* x = stages + stage * kStageBytes;
-        copy_box(x, &problem.x, &full[stage], part * kPartColumns, static_cast<int>(blockIdx.x) * kRows);
-        copy_box_to_cluster(x + kXBytes + rank * (kWeightBytes / 2), &problem.weight, &full[stage], part * kPartColumns,
-                            rank * kHalf, 3);
+        return stages + stage * kStageBytes;
+    };
+    const auto advance = [&] {
         if (++stage == kStages) stage = 0, ++turn;
+    };
+    for (int part = 0; part < problem.parts; ++part) {
+        unsigned char* x = next();
+        copy_box(x, &problem.x, &full[stage], part * kDepth, row);
+        copy_box_to_cluster(x + kXBytes + rank * (kWeightBytes / 2), &problem.weight, &full[stage], part * kDepth,
+                            rank * kHalf, 3);
+        advance();
+    }
+    for (int column = 0; column < kColumns; column += kStageColumns) {
+        unsigned char* residual = next();
+        for (int part = 0; part < kStageColumns / kDepth; ++part) {
+            copy_box(residual + part * kXBytes, &problem.residual, &full[stage], column + part * kDepth, row);
+        }
+        advance();
     }
 }
 
 template <typename Element>
-__device__ __forceinline__ void unpack8(float (&values)[8], const void* source) {
-    const uint4 packed = load_vector<uint4>(static_cast<const Element*>(source));
+__device__ __forceinline__ void unpack8(float (&values)[8], const unsigned char* source) {
+    const uint4 packed = load_vector<uint4>(source);
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -62,23 +82,25 @@ __device__ __forceinline__ void unpack8(float (&values)[8], const void* source) 
 }
 
 template <typename Element>
-__device__ __forceinline__ void compute(const Problem& problem, unsigned char* stages, uint64_t* full, uint64_t* empty,
-                                        int group, int warp, int lane) {
+__device__ __forceinline__ void compute(const Problem& problem, const unsigned char* stages,
+                                        const unsigned char* vectors, uint64_t* full, uint64_t* empty, int group,
+                                        int warp, int lane) {
     const uint32_t begin = shared_address(stages) / 16;
     Fragment sums[2][kHalf / 8];
-    int last_stage = 0;
-    for (int part = 0, stage = 0, turn = 0; part < problem.parts; ++part) {
+    int stage = 0, turn = 0, last_stage = 0;
+    for (int part = 0; part < problem.parts; ++part) {
         barrier_wait(&full[stage], turn & 1);
         const uint32_t x = begin + (stage * kStageBytes + group * (kXBytes / 2)) / 16;
         const uint32_t weight = begin + (stage * kStageBytes + kXBytes) / 16;
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kPartColumns / 16; ++step) {
+        for (int step = 0; step < kDepth / 16; ++step) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 wgmma_shared_k16<Element, kHalf>(
-                    sums[half], tile_descriptor<128>(x + step * 2, 1),
-                    tile_descriptor<128>(weight + half * (kWeightBytes / 2 / 16) + step * 2, 1), part > 0 || step > 0);
+                    sums[half], tile_descriptor<kRowBytes>(x + step * 2, 1),
+                    tile_descriptor<kRowBytes>(weight + half * (kWeightBytes / 2 / 16) + step * 2, 1),
+                    part > 0 || step > 0);
             }
         }
         wgmma_commit();
@@ -90,25 +112,24 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* s
         if (++stage == kStages) stage = 0, ++turn;
     }
     wgmma_wait<0>();
+    if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
 
     // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
-    const int first_row = static_cast<int>(blockIdx.x) * kRows + group * 64 + warp * 16 + lane / 4;
-    const int first_column = lane % 4 * 8;
-    const bool exists[2] = {first_row < problem.rows, first_row + 8 < problem.rows};
-    const Element* residual[2];
-#pragma unroll
-    for (int low = 0; low < 2; ++low) {
-        residual[low] = static_cast<const Element*>(problem.residual) +
-                        (exists[low] ? first_row + low * 8 : 0) * problem.residual_stride + first_column;
-    }
+    const int row = group * 64 + warp * 16 + lane / 4;  // and eight below
     float mean[2] = {}, scale[2] = {};
 #pragma unroll
     for (int block = 0; block < kColumns / 32; ++block) {
+        constexpr int kBlocks = kStageColumns / 32;  // of a stage
+        if (block % kBlocks == 0) {
+            if (block > 0 && ++stage == kStages) stage = 0, ++turn;
+            barrier_wait(&full[stage], turn & 1);
+        }
+        const unsigned char* residual = stages + stage * kStageBytes + block % kBlocks * kXBytes;
         float bias[8], values[8];
-        unpack8<Element>(bias, static_cast<const Element*>(problem.bias) + first_column + block * 32);
+        unpack8<Element>(bias, vectors + block * 64 + lane % 4 * 16);
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
-            unpack8<Element>(values, residual[low] + block * 32);
+            unpack8<Element>(values, residual + swizzled_offset<kRowBytes>(row + low * 8, lane % 4 * 16));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float& sum = sums[block / 6][block % 6 * 4 + i / 2][low * 2 + i % 2];
@@ -134,11 +155,14 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* s
     for (int low = 0; low < 2; ++low) {
         scale[low] = 1.0f / sqrtf(quad_sum(scale[low]) * (1.0f / kColumns) + problem.epsilon);
     }
+    const int first_row = static_cast<int>(blockIdx.x) * kRows + row;
+    Element* out = static_cast<Element*>(problem.out) + first_row * problem.out_stride + lane % 4 * 8;
+    const bool exists[2] = {first_row < problem.rows, first_row + 8 < problem.rows};
 #pragma unroll
     for (int block = 0; block < kColumns / 32; ++block) {
         float gamma[8], beta[8];
-        unpack8<Element>(gamma, static_cast<const Element*>(problem.gamma) + first_column + block * 32);
-        unpack8<Element>(beta, static_cast<const Element*>(problem.beta) + first_column + block * 32);
+        unpack8<Element>(gamma, vectors + kVectorBytes + block * 64 + lane % 4 * 16);
+        unpack8<Element>(beta, vectors + 2 * kVectorBytes + block * 64 + lane % 4 * 16);
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
             uint32_t words[4];
@@ -149,8 +173,7 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* s
                                            fmaf((sum[1] - mean[low]) * scale[low], gamma[2 * i + 1], beta[2 * i + 1]));
             }
             if (exists[low]) {
-                store_vector(static_cast<Element*>(problem.out) + (first_row + low * 8) * problem.out_stride +
-                                 first_column + block * 32,
+                store_vector(out + low * 8 * problem.out_stride + block * 32,
                              uint4{words[0], words[1], words[2], words[3]});
             }
         }
@@ -160,11 +183,10 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* s
 template <typename Element>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ Problem problem) {
-    DynamicShared memory;
-    unsigned char* unaligned = memory.take<unsigned char>(kStages * kStageBytes + 1024);
-    uint64_t* full = memory.take<uint64_t>(kStages);
-    uint64_t* empty = memory.take<uint64_t>(kStages);
-    unsigned char* stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+    unsigned char* stages = aligned_shared();
+    unsigned char* vectors = stages + kStages * kStageBytes;
+    uint64_t* full = reinterpret_cast<uint64_t*>(vectors + 3 * kVectorBytes);
+    uint64_t* empty = full + kStages;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
@@ -173,6 +195,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         }
         fence_barrier_init();
     }
+    for (int at = threadIdx.x; at < 3 * kVectorBytes / 16; at += kThreads) {
+        constexpr int kParts = kVectorBytes / 16;
+        const void* source = at < kParts ? problem.bias : at < 2 * kParts ? problem.gamma : problem.beta;
+        store_vector(vectors + at * 16,
+                     load_vector<uint4>(static_cast<const unsigned char*>(source) + at % kParts * 16));
+    }
     cluster_sync();
     if (warp < kWarps) {
         give_registers_back<24>();
@@ -180,7 +208,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         __syncwarp();
     } else {
         take_registers<240>();
-        compute<Element>(problem, stages, full, empty, warp / kWarps - 1, warp % kWarps, lane);
+        compute<Element>(problem, stages, vectors, full, empty, warp / kWarps - 1, warp % kWarps, lane);
     }
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
 }
@@ -201,9 +229,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: columns is %lld; it serves: %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % kPartColumns != 0 || args.depth > INT32_MAX / 2) {
+    if (args.depth % kDepth != 0 || args.depth > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), kPartColumns);
+                      static_cast<long long>(args.depth), kDepth);
     }
     if (args.rows > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: rows is %lld; it serves: up to %d",
@@ -222,19 +250,20 @@ tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     const tilerank_status served = check_served(args);
     if (served != TILERANK_OK) return served;
     Problem problem{};
-    if (!encode_tiles(&problem.x, args.x, args.dtype, args.rows, args.depth, args.x_stride, kRows) ||
-        !encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kHalf)) {
+    if (!encode_tiles(&problem.x, args.x, args.dtype, args.rows, args.depth, args.x_stride, kRows, kRowBytes) ||
+        !encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kHalf,
+                      kRowBytes) ||
+        !encode_tiles(&problem.residual, args.residual, args.dtype, args.rows, args.columns, args.residual_stride, kRows,
+                      kRowBytes)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant row_layernorm: the driver refused a tensor map");
     }
-    problem.bias = args.bias, problem.residual = args.residual, problem.gamma = args.gamma, problem.beta = args.beta;
-    problem.out = args.out, problem.residual_stride = args.residual_stride, problem.out_stride = args.out_stride;
-    problem.rows = static_cast<int>(args.rows), problem.parts = static_cast<int>(args.depth / kPartColumns);
+    problem.bias = args.bias, problem.gamma = args.gamma, problem.beta = args.beta;
+    problem.out = args.out, problem.out_stride = args.out_stride;
+    problem.rows = static_cast<int>(args.rows), problem.parts = static_cast<int>(args.depth / kDepth);
     problem.epsilon = static_cast<float>(args.epsilon);
     const int64_t pairs = (args.rows + 2 * kRows - 1) / (2 * kRows);
-    const int error = launch(kernel<Element>, dim3(static_cast<unsigned>(2 * pairs)), dim3(kThreads),
-                             DynamicShared::bytes<unsigned char>(kStages * kStageBytes + 1024) +
-                                 2 * DynamicShared::bytes<uint64_t>(kStages),
-                             stream, problem);
+    const int error = launch(kernel<Element>, dim3(static_cast<unsigned>(2 * pairs)), dim3(kThreads), kSharedBytes, stream,
+                             problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant row_layernorm: %s", launch_error_text(error));
     return TILERANK_OK;
 }

@@ -196,7 +196,7 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
-        if self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
+        if self._runs("linear", "row_layernorm") and columns == 384 and depth % 32 == 0:
             self.used[name] = "row_layernorm"
             weights = encoder_ops.interleaved(self._here(weight))
 
