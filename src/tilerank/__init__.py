@@ -1,8 +1,8 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model. Each is imported when it is first used: importing
-the package loads no torch.
+`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model. Each is
+imported when it is first used: importing the package loads no torch.
 """
 
 from __future__ import annotations

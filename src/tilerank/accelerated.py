@@ -29,8 +29,8 @@ def accelerate(
         model: a BERT-family encoder (`tilerank.fused.FAMILIES`) in evaluation mode, bare or with a sequence classifier,
             on the CPU or a CUDA device. It is read now and not changed; change its weights and this must be called
             again.
-        precision: fp32, tf32, fp16 or bf16, in which weights are kept and computed; None: the model's own dtype. Outputs
-            have the model's dtype.
+        precision: fp32, tf32, fp16 or bf16, in which weights are kept and computed; None: the model's own dtype.
+            Outputs have the model's dtype.
         attention: as `tilerank.Reranker` takes it.
         graphs: replay a CUDA graph for each bucket of tokens; None: on a CUDA device.
 
@@ -105,10 +105,8 @@ class Accelerated(torch.nn.Module):
             raise ValueError(f"{', '.join(asked)}: not served by an accelerated model; call the model itself")
         with arithmetic(self.precision, self.device):
             batch, places = self._packed(input_ids, attention_mask, token_type_ids, position_ids)
-            if self._graphs is None:
-                found = self._body(batch.parts(), batch.longest)
-            else:
-                found = self._graphs.run(batch)
+            graphs = self._graphs
+            found = self._body(batch.parts(), batch.longest) if graphs is None else graphs.run(batch)
             used = batch.used_sequences if self._is_classifier else batch.used_tokens
             found = found[:used]
             if not bool(torch.isfinite(found).all()):

@@ -103,11 +103,11 @@ class PaddedEncoder:
 class PackedEncoder:
     """Sequences without padding, for the models that `packed_refusal` does not refuse.
 
-    fused: a `FusedModel` runs in ``precision``, and ``model`` is left as it is, wherever it is. Else the model itself runs, on ``device``,
-    and is changed for good: its attention becomes ``attention``, and where only first tokens count, its last layer goes
-    on with these alone after its attention (the same scores for a seventh less work).
+    fused: a `FusedModel` runs in ``precision``, and ``model`` is left as it is, wherever it is. Else the model itself
+    runs, on ``device``, and is changed for good: its attention becomes ``attention``; where only first tokens count,
+    its last layer goes on with these alone after its attention (the same scores for a seventh less work).
 
-    positions_from of ``description``: the first position's number (RoBERTa and its kin do not start at 0). graphs: replay
+    ``description.positions_from``: the first position's number (RoBERTa and its kin do not start at 0). graphs: replay
     one CUDA graph for each bucket of tokens. Safe for several threads.
     """
 

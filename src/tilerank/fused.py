@@ -1,9 +1,9 @@
 """A BERT-family encoder over packed sequences, from token ids to logits, as few kernels as its parts can be made into.
 
 It is built from a transformers model, whose weights are read and stay as they are, and has buffers of its own: the
-three projections of a layer's attention as one matrix, matrices in the order that the kernels read. Bias, GELU, residual
-and LayerNorm are the end of the product before them where a registered kernel serves, else torch's own operations.
-Where only first tokens count, the last layer goes on with these alone.
+three projections of a layer's attention as one matrix, matrices in the order that the kernels read. Bias, GELU,
+residual and LayerNorm are the end of the product before them where a registered kernel serves, else torch's own
+operations. Where only first tokens count, the last layer goes on with these alone.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class KernelParts(TorchParts):
 
 
 def _split_exponent(bound: Bound) -> int:
-    """The largest power of two that x may be multiplied by before it is split into fp16 terms, which end at 65,504. Below
-    0 elements near 1 would lose accuracy: what has such a bound is not split."""
+    """The largest power of two that x may be multiplied by before it is split into fp16 terms, which end at 65,504.
+    Below 0 elements near 1 would lose accuracy: what has such a bound is not split."""
     if not math.isfinite(bound.element) or bound.element <= 0:
         return -1
     return min(10, math.floor(math.log2(32768.0 / bound.element)))
@@ -289,8 +289,8 @@ class FusedModel:
     """The forward pass of a model that `refusal` does not refuse, over packed sequences.
 
     model: a transformers model of `FAMILIES`, with or without a sequence classifier on top, on any device in any dtype;
-    it is only read. first_only: the result is of first tokens alone (a classifier's is anyway). attention: computes each
-    layer's. Called with the parts of a `PackedBatch` and a bound of the longest sequence, it returns
+    it is only read. first_only: the result is of first tokens alone (a classifier's is anyway). attention: computes
+    each layer's. Called with the parts of a `PackedBatch` and a bound of the longest sequence, it returns
 
     - a classifier's logits ``[sequences, labels]``,
     - else hidden states: ``[sequences, width]`` of first tokens, or ``[tokens, width]``,

@@ -1,4 +1,4 @@
-"""`tilerank.accelerate`: a model's own outputs from the packed forward pass, its weights left alone, refusals by name."""
+"""`tilerank.accelerate`: the outputs of a model from the packed forward pass, its weights left alone, refusals."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     distil = DistilBertModel(DistilBertConfig(vocab_size=90, dim=32, n_layers=1, n_heads=2, hidden_dim=64)).eval()
     with pytest.raises(TilerankError, match="DistilBertModel is not served: model_type is 'distilbert'; served: bert"):
         tilerank.accelerate(distil)
-    with pytest.raises(TilerankError, match="BertForMaskedLM is not served: .* has a head of its own"):
+    with pytest.raises(TilerankError, match=r"BertForMaskedLM is not served: .* has a head of its own"):
         tilerank.accelerate(BertForMaskedLM(BertConfig(vocab_size=90, **small)).eval())
     with pytest.raises(TilerankError, match="it is a decoder"):
         tilerank.accelerate(BertModel(BertConfig(vocab_size=90, is_decoder=True, **small)).eval())

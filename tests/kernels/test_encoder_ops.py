@@ -1,5 +1,4 @@
-"""Linear layers and embeddings: what they mean, by the reference and torch in float64; what the host build runs; what is
-refused."""
+"""Linear layers and embeddings: what they mean, by the reference and torch in float64; the host build; refusals."""
 
 from __future__ import annotations
 

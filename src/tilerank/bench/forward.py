@@ -2,8 +2,8 @@
 parts, and transformers' padded model.
 
 On a GPU the library's is `packed_library`: compiled with every tuning, in a CUDA graph; where that does not serve it is
-transformers' model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count
-where they set the pace. The model's limit cuts the lengths.
+transformers' model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches
+count where they set the pace. The model's limit cuts the lengths.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ def _can_compile(setup: RerankSetup) -> bool:
     return setup.device == "cuda" and is_bert and importlib.util.find_spec("triton") is not None
 
 
-def _compiled(
-    setup: RerankSetup, precision: str, tokens: Tokens, *, first_only: bool
-) -> Callable[[], torch.Tensor]:
+def _compiled(setup: RerankSetup, precision: str, tokens: Tokens, *, first_only: bool) -> Callable[[], torch.Tensor]:
     shape = (int(tokens.lengths.sum()), len(tokens.lengths))
     values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
     rows = np.arange(len(tokens.lengths))

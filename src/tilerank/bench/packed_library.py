@@ -1,7 +1,7 @@
 """The packed forward pass that a user builds in an afternoon from a library's parts: the peer of the fused encoder.
 
-torch's operations on tokens back to back, its variable-length attention, `torch.compile` with every tuning it has, a CUDA
-graph around all. Nothing of this project is in it but the way tokens are packed.
+torch's operations on tokens back to back, its variable-length attention, `torch.compile` with every tuning it has, a
+CUDA graph around all. Nothing of this project is in it but the way tokens are packed.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def interleaved(weight: torch.Tensor) -> Weights:
 
 
 def split(weight: torch.Tensor) -> Weights:
-    """``weight`` ``[out, in]`` in fp32 as the sum of two fp16 terms, after a power of two that brings its largest element
-    to 2^14: 22 bits of each element that is not much smaller. out is a multiple of 32, in of 16."""
+    """``weight`` ``[out, in]`` in fp32 as the sum of two fp16 terms, after a power of two that brings its largest
+    element to 2^14: 22 bits of each element that is not much smaller. out is a multiple of 32, in of 16."""
     columns, depth = weight.shape
     if weight.dtype != torch.float32 or depth % 16:
         raise ValueError(
@@ -114,7 +114,10 @@ def layernorm(
     variant: str,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``layer_norm(x + bias + residual)`` of rows ``[rows, width]``; ``out`` may be x or residual. Raises as `linear`."""
+    """``layer_norm(x + bias + residual)`` of rows ``[rows, width]``; ``out`` may be x or residual.
+
+    Raises as `linear` does.
+    """
     rows, width = x.shape
     out = x.new_empty(rows, width) if out is None else out
     for name, tensor in (("x", x), ("residual", residual), ("out", out)):
@@ -155,9 +158,9 @@ def embedding(
     *,
     variant: str,
 ) -> torch.Tensor:
-    """``layer_norm(words[ids] + positions[places] + types[type_ids])``, ``[rows, width]``; indices are int32 ``[rows]``.
+    """``layer_norm(words[ids] + positions[places] + types[type_ids])``, ``[rows, width]``.
 
-    Indices beyond a table are clamped to it. Raises as `linear` does.
+    Indices are int32 ``[rows]``; those beyond a table are clamped to it. Raises as `linear` does.
     """
     if types is None:
         type_ids = None
