@@ -229,10 +229,11 @@ enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
 /* How the weights of a linear layer lie.
  * PLAIN: row n has the factors of output n.
  * INTERLEAVED: within each 32 rows, row 8 j + 2 t + e (j and t 0..3, e 0..1) has the factors of output 8 t + 2 j + e, so
- *   that a thread of a matrix product ends with eight neighbouring outputs.
- * SPLIT: of an fp32 layer, in fp16. Rows are interleaved; each has the high terms of its factors times
+ *   that a thread of a matrix product ends with eight neighbouring outputs. Within each 32 factors of a row, place
+ *   16 s + 8 h + 2 t + e (s and h 0..1) has factor 8 t + 4 s + 2 h + e, so that it reads eight neighbouring inputs.
+ * SPLIT: of an fp32 layer, in fp16. The order of rows is the same; each has the high terms of its factors times
  *   2^weight_exponent, then the low terms (what rounding to fp16 took away): 2 depth in all. Within each 16, place
- *   8 h + 2 t + e (h 0..1) has factor 4 t + 2 h + e. */
+ *   8 h + 2 t + e has factor 4 t + 2 h + e. */
 enum { TILERANK_FORMAT_PLAIN = 0, TILERANK_FORMAT_INTERLEAVED = 1, TILERANK_FORMAT_SPLIT = 2 };
 
 /* A linear layer of an encoder and what follows it (cuda/linear/reference.cc):
@@ -257,7 +258,7 @@ typedef struct tilerank_linear_params {
     double epsilon;       /* of the normalisation; finite, >= 0 */
     int64_t rows;         /* >= 0; 0: success, nothing is done */
     int64_t columns;      /* >= 1; a multiple of 32 unless weights are plain */
-    int64_t depth;        /* >= 1; a multiple of 16 where weights are split */
+    int64_t depth;        /* >= 1; a multiple of 32 where weights are interleaved, of 16 where split */
     int64_t x_stride;     /* elements between rows; the elements of a row are contiguous */
     int64_t weight_stride;
     int64_t residual_stride;

@@ -1,6 +1,6 @@
-// A block's 128 rows of x stay in shared memory while the weights stream past them through a ring, each part fetched
-// once for the two blocks of a cluster. Two warpgroups take turns: one multiplies 128 x 128 while the other ends its own
-// (bias, GELU, stores).
+// Rows of x stay in registers, 64 a warpgroup, while the weights stream past them through a ring, each part fetched once
+// for the two blocks of a cluster. Of the factors only the weights are read from shared memory: with both there, products
+// and copies want more than it gives. A group ends a tile (bias, GELU, stores) while the other one multiplies.
 // Prediction: 26 us for 16,830 rows, 384 -> 1536 with GELU, from 79 as two kernels: 3,072 cycles a tile on the tensor
 //   cores, 12 tiles a block, 21 us; start and end 5. 384 -> 1152: 20 us from 33.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
@@ -14,25 +14,22 @@ namespace resident_rows {
 
 constexpr int kTile = 128;        // rows and columns of a tile
 constexpr int kPartColumns = 64;  // of depth
-constexpr int kPartBytes = kTile * kPartColumns * 2;  // 64 columns of 128 rows, of x or of the weights
-constexpr int kSharedBytes = 227 * 1024;
-constexpr int kMostParts = 8;  // of x: depth up to 512
+constexpr int kPartBytes = kTile * kPartColumns * 2;
+constexpr int kRing = 14;  // parts of the weights
+constexpr int kSharedBytes = kRing * kPartBytes + 2 * kRing * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
 
-// Parts of the ring beside x's.
-__host__ __device__ constexpr int ring_parts(int parts) { return (kSharedBytes - 2048) / kPartBytes - parts; }
-
 struct Problem {
-    CUtensorMap x;
     CUtensorMap weight;
+    const void* x;
     const void* bias;
     void* out;
+    int64_t x_stride;
     int64_t out_stride;
     int rows;
     int row_pairs;     // pairs of tiles, one a cluster's block each
     int column_tiles;
-    int parts;  // of depth
 };
 
 // Units are (row pair, column tile), column tiles first; a cluster takes a range of them.
@@ -46,87 +43,70 @@ __device__ __forceinline__ Range units_of(const Problem& problem) {
     return {static_cast<int>(units * cluster / clusters), static_cast<int>(units * (cluster + 1) / clusters)};
 }
 
-struct Barriers {
-    uint64_t* full;
-    uint64_t* empty;
-    uint64_t* x_full;
-    uint64_t* x_empty;
-    uint64_t* turns;  // of each group to multiply
-};
-
-__device__ __forceinline__ void load(const Problem& problem, unsigned char* x, unsigned char* ring,
-                                     const Barriers& barriers, int ring_size, int rank) {
+template <int kParts>
+__device__ __forceinline__ void load(const Problem& problem, unsigned char* ring, uint64_t* full, uint64_t* empty,
+                                     int rank) {
     const Range range = units_of(problem);
-    int pair = -1, loads = 0, slot = 0, turn = 0;
+    int slot = 0, turn = 0;
     for (int unit = range.begin; unit < range.end; ++unit) {
-        const int tile = unit % problem.column_tiles;
-        if (unit / problem.column_tiles != pair) {
-            pair = unit / problem.column_tiles;
-            if (loads > 0) barrier_wait(barriers.x_empty, (loads - 1) & 1);
-            ++loads;
-            barrier_expect(barriers.x_full, problem.parts * kPartBytes);
-            for (int part = 0; part < problem.parts; ++part) {
-                copy_box(x + part * kPartBytes, &problem.x, barriers.x_full, part * kPartColumns,
-                         (pair * 2 + rank) * kTile);
-            }
-        }
-        for (int part = 0; part < problem.parts; ++part) {
-            if (turn > 0) barrier_wait(&barriers.empty[slot], (turn - 1) & 1);
-            barrier_expect(&barriers.full[slot], kPartBytes);
-            copy_box_to_cluster(ring + slot * kPartBytes + rank * (kPartBytes / 2), &problem.weight,
-                                &barriers.full[slot], part * kPartColumns, tile * kTile + rank * (kTile / 2), 3);
-            if (++slot == ring_size) slot = 0, ++turn;
+        const int row = unit % problem.column_tiles * kTile + rank * (kTile / 2);
+        for (int part = 0; part < kParts; ++part) {
+            if (turn > 0) barrier_wait(&empty[slot], (turn - 1) & 1);
+            barrier_expect(&full[slot], kPartBytes);
+            copy_box_to_cluster(ring + slot * kPartBytes + rank * (kPartBytes / 2), &problem.weight, &full[slot],
+                                part * kPartColumns, row, 3);
+            if (++slot == kRing) slot = 0, ++turn;
         }
     }
 }
 
-template <typename Element, bool kGelu>
-__device__ __forceinline__ void compute(const Problem& problem, unsigned char* x, unsigned char* ring,
-                                        const Barriers& barriers, int ring_size, int rank, int group, int warp,
-                                        int lane) {
+template <typename Element, int kParts, bool kGelu>
+__device__ __forceinline__ void compute(const Problem& problem, const unsigned char* ring, uint64_t* full,
+                                        uint64_t* empty, int rank, int group, int warp, int lane) {
     const Range range = units_of(problem);
-    const uint32_t x_begin = shared_address(x) / 16, ring_begin = shared_address(ring) / 16;
-    constexpr int kPart = kPartBytes / 16;
-    int pair = -1, loads = 0, slot = 0, turn = 0;
+    const uint32_t ring_begin = shared_address(ring) / 16;
+    int pair = -1, slot = 0, turn = 0, first_row = 0;
+    uint32_t x[kParts * 4][4];  // the fragments of each step: see TILERANK_FORMAT_INTERLEAVED
     for (int unit = range.begin; unit < range.end; ++unit) {
         if (unit / problem.column_tiles != pair) {
-            if (pair >= 0 && lane == 0) barrier_arrive(barriers.x_empty);
             pair = unit / problem.column_tiles;
-            // Also by the group that has no unit here: a barrier tells a phase only from its neighbours.
-            barrier_wait(barriers.x_full, loads++ & 1);
+            first_row = (pair * 2 + rank) * kTile + group * 64 + warp * 16 + lane / 4;
+#pragma unroll
+            for (int low = 0; low < 2; ++low) {
+                const int row = first_row + low * 8;
+                const Element* source =
+                    static_cast<const Element*>(problem.x) + min(row, problem.rows - 1) * problem.x_stride + lane % 4 * 8;
+#pragma unroll
+                for (int step = 0; step < kParts * 4; step += 2) {
+                    const uint4 eight = load_vector<uint4>(source + step * 16);
+                    x[step][low] = eight.x, x[step][low + 2] = eight.y;
+                    x[step + 1][low] = eight.z, x[step + 1][low + 2] = eight.w;
+                }
+            }
         }
-        if (((unit - range.begin) & 1) != group) {
-            slot += problem.parts;
-            if (slot >= ring_size) slot -= ring_size, ++turn;
-            continue;
-        }
-        const int first_row = (pair * 2 + rank) * kTile, first_column = unit % problem.column_tiles * kTile;
-        Fragment sums[2][kTile / 8];
-        barrier_wait(&barriers.turns[group], (unit - range.begin) / 2 + group + 1 & 1);
+        const int first_column = unit % problem.column_tiles * kTile;
+        Fragment sums[kTile / 8];
         int last_slot = 0;
-        for (int part = 0; part < problem.parts; ++part) {
-            barrier_wait(&barriers.full[slot], turn & 1);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            barrier_wait(&full[slot], turn & 1);
             wgmma_fence();
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int step = 0; step < kPartColumns / 16; ++step) {
-                    wgmma_shared_k16<Element, kTile>(
-                        sums[half], tile_descriptor<128>(x_begin + part * kPart + half * (kPart / 2) + step * 2, 1),
-                        tile_descriptor<128>(ring_begin + slot * kPart + step * 2, 1), part > 0 || step > 0);
-                }
+            for (int step = 0; step < kPartColumns / 16; ++step) {
+                wgmma_k16<Element, kTile, false>(
+                    sums, x[part * 4 + step], tile_descriptor<128>(ring_begin + slot * (kPartBytes / 16) + step * 2, 1),
+                    part > 0 || step > 0);
             }
             wgmma_commit();
             if (part > 0) {
                 wgmma_wait<1>();
-                if (lane < 2) barrier_arrive_at(&barriers.empty[last_slot], lane);
+                if (lane < 2) barrier_arrive_at(&empty[last_slot], lane);
             }
             last_slot = slot;
-            if (++slot == ring_size) slot = 0, ++turn;
+            if (++slot == kRing) slot = 0, ++turn;
         }
-        if (lane == 0) barrier_arrive(&barriers.turns[1 - group]);
         wgmma_wait<0>();
-        if (lane < 2) barrier_arrive_at(&barriers.empty[last_slot], lane);
+        if (lane < 2) barrier_arrive_at(&empty[last_slot], lane);
 
         // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
         const int column = first_column + lane % 4 * 8;
@@ -144,60 +124,48 @@ __device__ __forceinline__ void compute(const Problem& problem, unsigned char* x
                 }
             }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int low = 0; low < 2; ++low) {
+                uint32_t words[4];
 #pragma unroll
-                for (int low = 0; low < 2; ++low) {
-                    uint32_t words[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        float first = sums[half][block * 4 + i][low * 2] + bias8[2 * i];
-                        float second = sums[half][block * 4 + i][low * 2 + 1] + bias8[2 * i + 1];
-                        if (kGelu) first = gelu_approx(first), second = gelu_approx(second);
-                        words[i] = pack16<Element>(first, second);
-                    }
-                    const int row = first_row + half * 64 + warp * 16 + low * 8 + lane / 4;
-                    if (row < problem.rows) {
-                        store_vector(static_cast<Element*>(problem.out) + row * problem.out_stride + column + block * 32,
-                                     uint4{words[0], words[1], words[2], words[3]});
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    float first = sums[block * 4 + i][low * 2] + bias8[2 * i];
+                    float second = sums[block * 4 + i][low * 2 + 1] + bias8[2 * i + 1];
+                    if (kGelu) first = gelu_approx(first), second = gelu_approx(second);
+                    words[i] = pack16<Element>(first, second);
+                }
+                const int row = first_row + low * 8;
+                if (row < problem.rows) {
+                    store_vector(static_cast<Element*>(problem.out) + row * problem.out_stride + column + block * 32,
+                                 uint4{words[0], words[1], words[2], words[3]});
                 }
             }
         }
     }
 }
 
-template <typename Element, bool kGelu>
+template <typename Element, int kParts, bool kGelu>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ Problem problem) {
-    DynamicShared memory;
-    unsigned char* unaligned = memory.take<unsigned char>(kSharedBytes - 1024);
-    uint64_t* barriers_begin = memory.take<uint64_t>(32);
-    unsigned char* x = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-    const int ring_size = ring_parts(problem.parts);
-    unsigned char* ring = x + problem.parts * kPartBytes;
-    const Barriers barriers = {barriers_begin, barriers_begin + 14, barriers_begin + 28, barriers_begin + 29,
-                              barriers_begin + 30};
+    unsigned char* ring = aligned_shared();
+    uint64_t* full = reinterpret_cast<uint64_t*>(ring + kRing * kPartBytes);
+    uint64_t* empty = full + kRing;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int rank = cluster_rank();
     if (threadIdx.x == 0) {
-        for (int slot = 0; slot < ring_size; ++slot) {
-            barrier_init(&barriers.full[slot], 1);
-            barrier_init(&barriers.empty[slot], 2 * kWarps);
+        for (int slot = 0; slot < kRing; ++slot) {
+            barrier_init(&full[slot], 1);
+            barrier_init(&empty[slot], 2 * 2 * kWarps);
         }
-        barrier_init(barriers.x_full, 1);
-        barrier_init(barriers.x_empty, 2 * kWarps);
-        barrier_init(&barriers.turns[0], kWarps);
-        barrier_init(&barriers.turns[1], kWarps);
         fence_barrier_init();
     }
     cluster_sync();
     if (warp < kWarps) {
         give_registers_back<40>();
-        if (threadIdx.x == 0) load(problem, x, ring, barriers, ring_size, rank);
+        if (threadIdx.x == 0) load<kParts>(problem, ring, full, empty, rank);
         __syncwarp();
     } else {
         take_registers<232>();
-        compute<Element, kGelu>(problem, x, ring, barriers, ring_size, rank, warp / kWarps - 1, warp % kWarps, lane);
+        compute<Element, kParts, kGelu>(problem, ring, full, empty, rank, warp / kWarps - 1, warp % kWarps, lane);
     }
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
 }
@@ -216,9 +184,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: columns is %lld; it serves: multiples of %d",
                       static_cast<long long>(args.columns), kTile);
     }
-    if (args.depth % kPartColumns != 0 || args.depth > kMostParts * kPartColumns) {
-        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: depth is %lld; it serves: multiples of %d up to %d",
-                      static_cast<long long>(args.depth), kPartColumns, kMostParts * kPartColumns);
+    if (args.depth != 128 && args.depth != 256 && args.depth != 384) {
+        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: depth is %lld; it serves: 128, 256, 384",
+                      static_cast<long long>(args.depth));
     }
     // Units and rows are counted in 32 bits.
     if (args.rows / (2 * kTile) * (args.columns / kTile) > INT32_MAX / 2 || args.rows > INT32_MAX / 2) {
@@ -237,24 +205,25 @@ tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     const tilerank_status served = check_served(args);
     if (served != TILERANK_OK) return served;
     Problem problem{};
-    if (!encode_tiles(&problem.x, args.x, args.dtype, args.rows, args.depth, args.x_stride, kTile) ||
-        !encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kTile / 2)) {
+    if (!encode_tiles(&problem.weight, args.weight, args.dtype, args.columns, args.depth, args.weight_stride, kTile / 2)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant resident_rows: the driver refused a tensor map");
     }
-    problem.bias = args.bias, problem.out = args.out, problem.out_stride = args.out_stride;
+    problem.x = args.x, problem.x_stride = args.x_stride, problem.bias = args.bias;
+    problem.out = args.out, problem.out_stride = args.out_stride;
     problem.rows = static_cast<int>(args.rows);
     problem.row_pairs = static_cast<int>((args.rows + 2 * kTile - 1) / (2 * kTile));
     problem.column_tiles = static_cast<int>(args.columns / kTile);
-    problem.parts = static_cast<int>(args.depth / kPartColumns);
     int device = 0, processors = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     const int64_t units = static_cast<int64_t>(problem.row_pairs) * problem.column_tiles;
     const int64_t clusters = units < processors / 2 ? units : processors / 2;
-    const auto function = args.activation == TILERANK_ACTIVATION_GELU ? kernel<Element, true> : kernel<Element, false>;
-    const int error = launch(function, dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads),
-                             DynamicShared::bytes<unsigned char>(kSharedBytes - 1024) + DynamicShared::bytes<uint64_t>(32),
-                             stream, problem);
+    using Kernel = void (*)(const Problem);
+    constexpr Kernel kKernels[3][2] = {{kernel<Element, 2, false>, kernel<Element, 2, true>},
+                                       {kernel<Element, 4, false>, kernel<Element, 4, true>},
+                                       {kernel<Element, 6, false>, kernel<Element, 6, true>}};
+    const int error = launch(kKernels[args.depth / 128 - 1][args.activation == TILERANK_ACTIVATION_GELU],
+                             dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant resident_rows: %s", launch_error_text(error));
     return TILERANK_OK;
 }

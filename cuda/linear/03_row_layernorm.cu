@@ -86,36 +86,47 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
                                         const unsigned char* vectors, uint64_t* full, uint64_t* empty, int group,
                                         int warp, int lane) {
     const uint32_t begin = shared_address(stages) / 16;
+    const int row = group * 64 + warp * 16 + lane / 4;  // and eight below
     Fragment sums[2][kHalf / 8];
+    uint32_t a[2][2][4];  // of two stages, the fragments of each step: see TILERANK_FORMAT_INTERLEAVED
     int stage = 0, turn = 0, last_stage = 0;
-    for (int part = 0; part < problem.parts; ++part) {
+    const auto multiply = [&](uint32_t(&terms)[2][4], bool is_first) {
         barrier_wait(&full[stage], turn & 1);
-        const uint32_t x = begin + (stage * kStageBytes + group * (kXBytes / 2)) / 16;
+        const unsigned char* x = stages + stage * kStageBytes;
+#pragma unroll
+        for (int low = 0; low < 2; ++low) {
+            const uint4 eight = load_vector<uint4>(x + swizzled_offset<kRowBytes>(row + low * 8, lane % 4 * 16));
+            terms[0][low] = eight.x, terms[0][low + 2] = eight.y;
+            terms[1][low] = eight.z, terms[1][low + 2] = eight.w;
+        }
         const uint32_t weight = begin + (stage * kStageBytes + kXBytes) / 16;
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kDepth / 16; ++step) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                wgmma_shared_k16<Element, kHalf>(
-                    sums[half], tile_descriptor<kRowBytes>(x + step * 2, 1),
+                wgmma_k16<Element, kHalf, false>(
+                    sums[half], terms[step],
                     tile_descriptor<kRowBytes>(weight + half * (kWeightBytes / 2 / 16) + step * 2, 1),
-                    part > 0 || step > 0);
+                    !is_first || step > 0);
             }
         }
         wgmma_commit();
-        if (part > 0) {
+        if (!is_first) {
             wgmma_wait<1>();
             if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
         }
         last_stage = stage;
         if (++stage == kStages) stage = 0, ++turn;
+    };
+    for (int part = 0; part < problem.parts; part += 2) {
+        multiply(a[0], part == 0);
+        multiply(a[1], false);
     }
     wgmma_wait<0>();
     if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
 
     // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
-    const int row = group * 64 + warp * 16 + lane / 4;  // and eight below
     float mean[2] = {}, scale[2] = {};
 #pragma unroll
     for (int block = 0; block < kColumns / 32; ++block) {
@@ -229,9 +240,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: columns is %lld; it serves: %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % kDepth != 0 || args.depth > INT32_MAX / 2) {
+    if (args.depth % (2 * kDepth) != 0 || args.depth > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), kDepth);
+                      static_cast<long long>(args.depth), 2 * kDepth);
     }
     if (args.rows > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: rows is %lld; it serves: up to %d",

@@ -36,8 +36,9 @@ tilerank_status check(const tilerank_variant& row, const LinearArgs& args, bool 
             "columns is %lld; unless weights are plain it must be a multiple of 32",
             static_cast<long long>(args.columns));
     REQUIRE(!is_split || args.dtype == TILERANK_FP32, "dtype is %d; split weights are of 0 (fp32)", args.dtype);
-    REQUIRE(!is_split || args.depth % 16 == 0, "depth is %lld; where weights are split it must be a multiple of 16",
-            static_cast<long long>(args.depth));
+    const int32_t together = is_split ? 16 : args.weight_format == TILERANK_FORMAT_INTERLEAVED ? 32 : 1;
+    REQUIRE(args.depth % together == 0, "depth is %lld; in this weight_format it must be a multiple of %d",
+            static_cast<long long>(args.depth), together);
     const int32_t most = is_split ? 126 : 0;
     REQUIRE(std::abs(args.weight_exponent) <= most, "weight_exponent is %d; allowed here: -%d to %d",
             args.weight_exponent, most, most);

@@ -16,7 +16,9 @@ double factor_of(const LinearArgs& args, int64_t output, int64_t input) {
     const int64_t within = output % 32;
     const int64_t row = output - within + 8 * (within % 8 / 2) + 2 * (within / 8) + within % 2;
     if (args.weight_format == TILERANK_FORMAT_INTERLEAVED) {
-        return reference::load(args.weight, args.dtype, row * args.weight_stride + input);
+        const int64_t place = input - input % 32 + 16 * (input % 8 / 4) + 8 * (input % 4 / 2) + 2 * (input % 32 / 8) +
+                              input % 2;
+        return reference::load(args.weight, args.dtype, row * args.weight_stride + place);
     }
     const int64_t place = input - input % 16 + 8 * (input % 4 / 2) + 2 * (input % 16 / 4) + input % 2;
     const int64_t at = row * args.weight_stride + place;

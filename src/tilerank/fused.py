@@ -176,7 +176,7 @@ class KernelParts(TorchParts):
         columns, depth = weight.shape
         has_end = activation in (None, gelu)
         options: dict[str, Any] = {"gelu": activation is gelu}
-        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in range(64, 513, 64):
+        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
             options["variant"] = "resident_rows"
         elif has_end and self._can_split(columns, depth, bound):
@@ -196,7 +196,7 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
-        if self._runs("linear", "row_layernorm") and columns == 384 and depth % 32 == 0:
+        if self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
             self.used[name] = "row_layernorm"
             weights = encoder_ops.interleaved(self._here(weight))
 

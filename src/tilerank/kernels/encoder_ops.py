@@ -35,8 +35,14 @@ def plain(weight: torch.Tensor) -> Weights:
 
 
 def interleaved(weight: torch.Tensor) -> Weights:
-    """A copy of ``weight`` ``[out, in]`` whose rows lie as matrix products take them; out is a multiple of 32."""
-    return Weights(_interleaved(weight), library.FORMAT_INTERLEAVED, *weight.shape, weight.dtype)
+    """A copy of ``weight`` ``[out, in]`` that lies as matrix products take it; both are multiples of 32."""
+    columns, depth = weight.shape
+    if depth % 32:
+        raise ValueError(f"weight has {depth} inputs; interleaving takes a multiple of 32")
+    # Factor 8 t + 4 s + 2 h + e goes to place 16 s + 8 h + 2 t + e.
+    factors = _interleaved(weight).view(columns, depth // 32, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    values = factors.reshape(columns, depth)
+    return Weights(values, library.FORMAT_INTERLEAVED, columns, depth, weight.dtype)
 
 
 def split(weight: torch.Tensor) -> Weights:
