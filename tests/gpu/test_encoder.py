@@ -61,13 +61,14 @@ def check(found: torch.Tensor, whole: torch.Tensor, theirs: torch.Tensor, exact:
 @pytest.mark.parametrize(
     ("rows", "columns", "depth"),
     [
-        (1, 384, 64),
+        (1, 384, 128),
         (127, 1152, 384),
         (128, 384, 128),
-        (129, 384, 512),
+        (129, 384, 256),
         (300, 1536, 384),
         (17000, 768, 384),
-        (40000, 384, 64),
+        (17000, 1152, 384),
+        (40000, 384, 128),
     ],
 )
 def test_linear_layers(dtype: str, gelu: bool, rows: int, columns: int, depth: int) -> None:

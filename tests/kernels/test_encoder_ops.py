@@ -64,7 +64,7 @@ def test_a_linear_layer(cpu: None, dtype: str, gelu: bool, with_bias: bool) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_a_linear_layer_normalised(cpu: None, dtype: str, with_residual: bool) -> None:
-    x, weight, bias = draw(5, 24, seed=1, dtype=dtype), draw(64, 24, seed=2, dtype=dtype), draw(64, seed=3, dtype=dtype)
+    x, weight, bias = draw(5, 96, seed=1, dtype=dtype), draw(64, 96, seed=2, dtype=dtype), draw(64, seed=3, dtype=dtype)
     gamma, beta = draw(64, seed=4, dtype=dtype), draw(64, seed=5, dtype=dtype)
     residual = draw(5, 64, seed=6, dtype=dtype) if with_residual else None
     total = functional.linear(x.double(), weight.double(), bias.double())
@@ -82,13 +82,17 @@ def test_a_linear_layer_normalised(cpu: None, dtype: str, with_residual: bool) -
 
 
 def test_interleaved_rows_put_eight_neighbours_into_one_thread() -> None:
-    order = (
-        encoder_ops.interleaved(torch.arange(64)[:, None]).values[:, 0].reshape(2, 4, 4, 2)
-    )  # block, thread, element
+    numbers = torch.arange(64)[:, None] * 64 + torch.arange(64)
+    order = encoder_ops.interleaved(numbers).values.view(2, 4, 4, 2, 2, 2, 2, 4, 2)
+    outputs = order[1, :, :, :, 0, 0, 0, 0, 0] // 64  # block, thread, element
+    inputs = order[0, 0, 0, 0, 1] % 64  # step, half, thread, element
     for thread in range(4):
-        assert order[1, :, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
+        assert outputs[:, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
+        assert inputs[:, :, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
+    with pytest.raises(ValueError, match="weight has 40 inputs; interleaving takes a multiple of 32"):
+        encoder_ops.interleaved(torch.zeros(32, 40))
     with pytest.raises(ValueError, match="weight has 40 rows; interleaving takes a multiple of 32"):
-        encoder_ops.interleaved(torch.zeros(40, 8))
+        encoder_ops.interleaved(torch.zeros(40, 32))
 
 
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 300.0])
