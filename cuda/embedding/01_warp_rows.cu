@@ -20,6 +20,14 @@ __device__ __forceinline__ const Element* row_of(const void* table, const int32_
     return static_cast<const Element*>(table) + clamp(static_cast<int64_t>(indices[at]), 0, count - 1) * width;
 }
 
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(kFullMask, value, distance);
+    }
+    return value;
+}
+
 // kParts: vectors of a row that a lane keeps; 0: none, the row is read twice.
 template <typename Element, int kParts>
 __global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool aligned) {
@@ -59,26 +67,36 @@ __global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool alig
     };
 
     const float epsilon = static_cast<float>(args.epsilon);
-    Moments moments;
     if constexpr (kParts > 0) {
-        float values[kParts][kPart];
+        // The row is at hand: its mean first, then its variance, take fewer steps than moments that are merged.
+        float values[kParts][kPart] = {};
+        float sum = 0.0f, squares = 0.0f;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             const int64_t column = part * kStep + lane * kPart;
             if (count_at(column) > 0) load(values[part], column);
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) sum += values[part][i];
         }
+        const float share = 1.0f / static_cast<float>(args.width);
+        const float mean = warp_sum(sum) * share;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            moments.add(values[part], count_at(part * kStep + lane * kPart));
+            const int count = count_at(part * kStep + lane * kPart);
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) {
+                const float distance = i < count ? values[part][i] - mean : 0.0f;
+                squares += distance * distance;
+            }
         }
-        moments.merge_warp();
-        const RowScale scale = row_scale(moments, epsilon);
+        const RowScale scale = {mean, 1.0f / sqrtf(warp_sum(squares) * share + epsilon)};
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             const int64_t column = part * kStep + lane * kPart;
             if (count_at(column) > 0) store(column, values[part], scale);
         }
     } else {
+        Moments moments;
         float values[kPart];
         for (int64_t column = lane * kPart; column < args.width; column += kStep) {
             load(values, column);

@@ -11,17 +11,21 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from tilerank import packing
+from tilerank.bench.floors import Rates, measured_rates
+from tilerank.bench.forward_parts import Sizes, floors, parts_record
 from tilerank.bench.packed_library import captured
 from tilerank.bench.peers import DTYPES, HuggingFaceScorer, arithmetic
 from tilerank.bench.rerank import ERROR_FLOORS, RerankSetup, make_reranker
 from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
-from tilerank.bench.workloads import SEED_LENGTHS
+from tilerank.bench.workloads import SEED_LENGTHS, Workload
+from tilerank.encoder import PackedEncoder
 from tilerank.models import describe
 from tilerank.packing import PackedBatch
 from tilerank.reranker import load_model
@@ -81,12 +85,35 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     record |= {key: found.value for key, found in compared.items()}
     if noise := [key for key, found in compared.items() if found.is_noise]:
         record["noise"] = noise
+    if parts := _parts(setup, precision, tokens):
+        record["parts"] = parts
     return record
 
 
 def _packed(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
     reranker = make_reranker(setup, precision)
     return reranker.forward_of(tokens)
+
+
+def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any] | None:
+    """Where a fused pass spends its time, by `forward_parts`; None for another one."""
+    reranker = make_reranker(setup, precision)
+    encoder = reranker.encoder
+    if setup.device != "cuda" or not isinstance(encoder, PackedEncoder) or encoder.fused is None:
+        return None
+    config = reranker.model.config
+    sizes = Sizes(config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    heads = config.num_attention_heads
+    lengths = tuple(int(length) for length in tokens.lengths)
+    workload = Workload("seed", lengths, max(lengths), heads, config.hidden_size // heads)
+    attention = {"varlen": "flash_fwd", "mem_efficient": "fmha"}.get(reranker.attention, f"{reranker.attention}::")
+    least = floors(workload, sizes, precision, _rates())
+    return {"used": encoder.fused.parts.used, **parts_record(reranker.forward_of(tokens), attention, least)}
+
+
+@cache
+def _rates() -> Rates:
+    return measured_rates()
 
 
 def _can_compile(setup: RerankSetup) -> bool:
