@@ -14,12 +14,13 @@ namespace split_rows {
 
 constexpr int kRows = 128;
 constexpr int kColumns = 192;
-constexpr int kDepth = 64;                        // of a stage
-constexpr int kXPartBytes = kRows * 128;          // 32 columns of x
-constexpr int kXBytes = 2 * kXPartBytes;
-constexpr int kTermBytes = kColumns * kDepth * 2;  // high or low terms of the weights
+constexpr int kDepth = 32;  // of a stage
+constexpr int kXBytes = kRows * kDepth * 4;
+constexpr int kTermRowBytes = kDepth * 2;
+constexpr int kTermBytes = kColumns * kTermRowBytes;  // high or low terms of the weights
 constexpr int kStageBytes = kXBytes + 2 * kTermBytes;
-constexpr int kStages = 2;
+constexpr int kStages = 5;
+constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
 
@@ -60,7 +61,6 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* stag
             barrier_expect(&full[stage], kStageBytes);
             unsigned char* x = stages + stage * kStageBytes;
             copy_box(x, &problem.x, &full[stage], depth, row);
-            copy_box(x + kXPartBytes, &problem.x, &full[stage], depth + kDepth / 2, row);
             unsigned char* weight = x + kXBytes + rank * (kTermBytes / 2);
             copy_box_to_cluster(weight, &problem.weight, &full[stage], depth, column, 3);
             copy_box_to_cluster(weight + kTermBytes, &problem.weight, &full[stage], problem.depth + depth, column, 3);
@@ -97,9 +97,8 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
 #pragma unroll
                 for (int low_rows = 0; low_rows < 2; ++low_rows) {
                     const int row = group * 64 + warp * 16 + low_rows * 8 + rows_of_lane;
-                    const int byte = step % 2 * 64 + lane % 4 * 16;
-                    const float4 four = load_vector<float4>(
-                        x + step / 2 * kXPartBytes + swizzled_offset<128>(row, byte));
+                    const float4 four =
+                        load_vector<float4>(x + swizzled_offset<kDepth * 4>(row, step * 64 + lane % 4 * 16));
                     const SplitPair first = split(four.x * problem.x_scale, four.y * problem.x_scale);
                     const SplitPair second = split(four.z * problem.x_scale, four.w * problem.x_scale);
                     a[step].high[low_rows] = first.high, a[step].low[low_rows] = first.low;
@@ -110,10 +109,10 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
-                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<128>(low + step * 2, 1),
+                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<kTermRowBytes>(low + step * 2, 1),
                                                    !is_first || step > 0);
-                wgmma_k16<__half, kColumns, false>(sums, a[step].low, tile_descriptor<128>(high + step * 2, 1), 1);
-                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<128>(high + step * 2, 1), 1);
+                wgmma_k16<__half, kColumns, false>(sums, a[step].low, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
+                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
             }
             wgmma_commit();
             if (!is_first) {
@@ -123,12 +122,10 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
             last_stage = stage;
             if (++stage == kStages) stage = 0, ++turn;
         };
-        int depth = 0;
-        for (; depth + 2 * kDepth <= problem.depth; depth += 2 * kDepth) {
+        for (int depth = 0; depth < problem.depth; depth += 2 * kDepth) {
             multiply(terms[0], depth == 0);
             multiply(terms[1], false);
         }
-        if (depth < problem.depth) multiply(terms[0], depth == 0);
         wgmma_wait<0>();
         if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
 
@@ -168,11 +165,9 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
 template <bool kGelu>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ Problem problem) {
-    DynamicShared memory;
-    unsigned char* unaligned = memory.take<unsigned char>(kStages * kStageBytes + 1024);
-    uint64_t* full = memory.take<uint64_t>(kStages);
-    uint64_t* empty = memory.take<uint64_t>(kStages);
-    unsigned char* stages = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+    unsigned char* stages = aligned_shared();
+    uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * kStageBytes);
+    uint64_t* empty = full + kStages;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int rank = cluster_rank();
     if (threadIdx.x == 0) {
@@ -208,9 +203,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: columns is %lld; it serves: multiples of %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % kDepth != 0 || args.depth > INT32_MAX / 4) {
+    if (args.depth % (2 * kDepth) != 0 || args.depth > INT32_MAX / 4) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), kDepth);
+                      static_cast<long long>(args.depth), 2 * kDepth);
     }
     // Units and rows are counted in 32 bits.
     if (args.rows > INT32_MAX / 2 || args.rows / (2 * kRows) * (args.columns / kColumns) > INT32_MAX / 2) {
@@ -233,7 +228,7 @@ tilerank_status linear_split_rows(const LinearArgs& args, void*, void* stream) {
     Problem problem{};
     if (!encode_tiles(&problem.x, args.x, TILERANK_FP32, args.rows, args.depth, args.x_stride, kRows) ||
         !encode_tiles(&problem.weight, args.weight, TILERANK_FP16, args.columns, 2 * args.depth, args.weight_stride,
-                      kColumns / 2)) {
+                      kColumns / 2, kTermRowBytes)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant split_rows: the driver refused a tensor map");
     }
     problem.bias = static_cast<const float*>(args.bias);
@@ -249,10 +244,7 @@ tilerank_status linear_split_rows(const LinearArgs& args, void*, void* stream) {
     const int64_t units = static_cast<int64_t>(problem.row_pairs) * problem.column_tiles;
     const int64_t clusters = units < processors / 2 ? units : processors / 2;
     const int error = launch(args.activation == TILERANK_ACTIVATION_GELU ? kernel<true> : kernel<false>,
-                             dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads),
-                             DynamicShared::bytes<unsigned char>(kStages * kStageBytes + 1024) +
-                                 2 * DynamicShared::bytes<uint64_t>(kStages),
-                             stream, problem);
+                             dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant split_rows: %s", launch_error_text(error));
     return TILERANK_OK;
 }

@@ -6,6 +6,7 @@ next. Floors are those of `tilerank.bench.floors`: bytes that must move, product
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
     if len(places) < 2:
         raise TilerankError(f"{len(places)} kernels are called {attention!r}; a pass of two layers or more has as many")
     labels = [EMBEDDINGS] * (places[0] - 1) + [QKV]
-    for start, end in zip(places[:-2], places[1:-1], strict=True):
+    for start, end in itertools.pairwise(places[:-1]):
         labels += [ATTENTION, *_rest(end - start - 1)]
     # The last layer begins within what follows: its keys and values, then first tokens alone.
     usual = places[1] - places[0] - 1 if len(places) > 2 else min(_BETWEEN)
