@@ -20,6 +20,7 @@ constexpr int kTermRowBytes = kDepth * 2;
 constexpr int kTermBytes = kColumns * kTermRowBytes;  // high or low terms of the weights
 constexpr int kStageBytes = kXBytes + 2 * kTermBytes;
 constexpr int kStages = 5;
+constexpr int kTogether = 2;  // stages of one sum
 constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
@@ -86,48 +87,61 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
     const int rows_of_lane = lane / 8 + (lane / 4 & 1) * 4;
     int stage = 0, turn = 0;
     for (int unit = range.begin; unit < range.end; ++unit) {
+        // A product's own sums are cut off, not rounded, at every step. So they begin anew every kTogether stages, and the
+        // totals are ordinary fp32 sums.
+        Fragment totals[kColumns / 8] = {};
         Fragment sums[kColumns / 8];
-        Terms terms[2][kSteps];
-        int last_stage = 0;
-        const auto multiply = [&](Terms(&a)[kSteps], bool is_first) {
-            barrier_wait(&full[stage], turn & 1);
-            const unsigned char* x = stages + stage * kStageBytes;
+        for (int depth = 0; depth < problem.depth; depth += kTogether * kDepth) {
+            Terms terms[kTogether * kSteps];
+            int stages_used[kTogether];
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
+            for (int part = 0; part < kTogether; ++part) {
+                barrier_wait(&full[stage], turn & 1);
+                const unsigned char* x = stages + stage * kStageBytes;
 #pragma unroll
-                for (int low_rows = 0; low_rows < 2; ++low_rows) {
-                    const int row = group * 64 + warp * 16 + low_rows * 8 + rows_of_lane;
-                    const float4 four =
-                        load_vector<float4>(x + swizzled_offset<kDepth * 4>(row, step * 64 + lane % 4 * 16));
-                    const SplitPair first = split(four.x * problem.x_scale, four.y * problem.x_scale);
-                    const SplitPair second = split(four.z * problem.x_scale, four.w * problem.x_scale);
-                    a[step].high[low_rows] = first.high, a[step].low[low_rows] = first.low;
-                    a[step].high[low_rows + 2] = second.high, a[step].low[low_rows + 2] = second.low;
+                for (int step = 0; step < kSteps; ++step) {
+                    Terms& a = terms[part * kSteps + step];
+#pragma unroll
+                    for (int low_rows = 0; low_rows < 2; ++low_rows) {
+                        const int row = group * 64 + warp * 16 + low_rows * 8 + rows_of_lane;
+                        const float4 four =
+                            load_vector<float4>(x + swizzled_offset<kDepth * 4>(row, step * 64 + lane % 4 * 16));
+                        const SplitPair first = split(four.x * problem.x_scale, four.y * problem.x_scale);
+                        const SplitPair second = split(four.z * problem.x_scale, four.w * problem.x_scale);
+                        a.high[low_rows] = first.high, a.low[low_rows] = first.low;
+                        a.high[low_rows + 2] = second.high, a.low[low_rows + 2] = second.low;
+                    }
                 }
+                stages_used[part] = stage;
+                if (++stage == kStages) stage = 0, ++turn;
             }
-            const uint32_t high = begin + (stage * kStageBytes + kXBytes) / 16, low = high + kTermBytes / 16;
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<kTermRowBytes>(low + step * 2, 1),
-                                                   !is_first || step > 0);
-                wgmma_k16<__half, kColumns, false>(sums, a[step].low, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
-                wgmma_k16<__half, kColumns, false>(sums, a[step].high, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
+            for (int part = 0; part < kTogether; ++part) {
+                const uint32_t high = begin + (stages_used[part] * kStageBytes + kXBytes) / 16;
+                const uint32_t low = high + kTermBytes / 16;
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    Terms& a = terms[part * kSteps + step];
+                    wgmma_k16<__half, kColumns, false>(sums, a.high, tile_descriptor<kTermRowBytes>(low + step * 2, 1),
+                                                       part > 0 || step > 0);
+                    wgmma_k16<__half, kColumns, false>(sums, a.low, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
+                    wgmma_k16<__half, kColumns, false>(sums, a.high, tile_descriptor<kTermRowBytes>(high + step * 2, 1),
+                                                       1);
+                }
             }
             wgmma_commit();
-            if (!is_first) {
-                wgmma_wait<1>();
-                if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
+            wgmma_wait<0>();
+#pragma unroll
+            for (int part = 0; part < kTogether; ++part) {
+                if (lane < 2) barrier_arrive_at(&empty[stages_used[part]], lane);
             }
-            last_stage = stage;
-            if (++stage == kStages) stage = 0, ++turn;
-        };
-        for (int depth = 0; depth < problem.depth; depth += 2 * kDepth) {
-            multiply(terms[0], depth == 0);
-            multiply(terms[1], false);
+#pragma unroll
+            for (int block = 0; block < kColumns / 8; ++block) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) totals[block][i] += sums[block][i];
+            }
         }
-        wgmma_wait<0>();
-        if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
 
         // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
         const int first_row = (unit / problem.column_tiles * 2 + rank) * kRows + group * 64 + warp * 16 + rows_of_lane;
@@ -148,7 +162,7 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     const float sum =
-                        fmaf(sums[block * 4 + i / 2][low_rows * 2 + i % 2], problem.sum_scale, bias[i]);
+                        fmaf(totals[block * 4 + i / 2][low_rows * 2 + i % 2], problem.sum_scale, bias[i]);
                     values[i] = kGelu ? 0.5f * sum * (1.0f + erff(sum * 0.70710678f)) : sum;
                 }
                 const int row = first_row + low_rows * 8;
@@ -179,11 +193,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
     cluster_sync();
     if (warp < kWarps) {
-        give_registers_back<40>();
+        give_registers_back<24>();
         if (threadIdx.x == 0) load(problem, stages, full, empty, rank);
         __syncwarp();
     } else {
-        take_registers<232>();
+        take_registers<240>();
         compute<kGelu>(problem, stages, full, empty, rank, warp / kWarps - 1, warp % kWarps, lane);
     }
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
@@ -203,9 +217,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: columns is %lld; it serves: multiples of %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % (2 * kDepth) != 0 || args.depth > INT32_MAX / 4) {
+    if (args.depth % (kTogether * kDepth) != 0 || args.depth > INT32_MAX / 4) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), 2 * kDepth);
+                      static_cast<long long>(args.depth), kTogether * kDepth);
     }
     // Units and rows are counted in 32 bits.
     if (args.rows > INT32_MAX / 2 || args.rows / (2 * kRows) * (args.columns / kColumns) > INT32_MAX / 2) {
