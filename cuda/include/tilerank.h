@@ -255,6 +255,8 @@ typedef struct tilerank_linear_params {
     int32_t weight_exponent; /* -126 to 126; of split weights, else 0 */
     int32_t x_exponent;      /* -126 to 126; with split weights x is multiplied by 2^x_exponent before it is split into
                                 fp16 terms: nothing in it may then exceed 65,504, else sums are not finite; else 0 */
+    int32_t overlap;         /* 0, or 1: weight, bias, gamma and beta were complete before the work that stands before
+                                this call on the stream, so a variant may begin to read them while that work ends */
     double epsilon;       /* of the normalisation; finite, >= 0 */
     int64_t rows;         /* >= 0; 0: success, nothing is done */
     int64_t columns;      /* >= 1; a multiple of 32 unless weights are plain */

@@ -30,6 +30,7 @@ struct Problem {
     int rows;
     int row_pairs;     // pairs of tiles, one a cluster's block each
     int column_tiles;
+    bool overlap;
 };
 
 // Units are (row pair, column tile), column tiles first; a cluster takes a range of them.
@@ -64,6 +65,7 @@ template <typename Element, int kParts, bool kGelu>
 __device__ __forceinline__ void compute(const Problem& problem, const unsigned char* ring, uint64_t* full,
                                         uint64_t* empty, int rank, int group, int warp, int lane) {
     const Range range = units_of(problem);
+    if (problem.overlap) wait_for_previous();
     const uint32_t ring_begin = shared_address(ring) / 16;
     int pair = -1, slot = 0, turn = 0, first_row = 0;
     uint32_t x[kParts * 4][4];  // the fragments of each step: see TILERANK_FORMAT_INTERLEAVED
@@ -159,6 +161,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         fence_barrier_init();
     }
     cluster_sync();
+    let_next_begin();
     if (warp < kWarps) {
         give_registers_back<40>();
         if (threadIdx.x == 0) load<kParts>(problem, ring, full, empty, rank);
@@ -209,7 +212,7 @@ tilerank_status launch_typed(const LinearArgs& args, void* stream) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant resident_rows: the driver refused a tensor map");
     }
     problem.x = args.x, problem.x_stride = args.x_stride, problem.bias = args.bias;
-    problem.out = args.out, problem.out_stride = args.out_stride;
+    problem.out = args.out, problem.out_stride = args.out_stride, problem.overlap = args.overlap != 0;
     problem.rows = static_cast<int>(args.rows);
     problem.row_pairs = static_cast<int>((args.rows + 2 * kTile - 1) / (2 * kTile));
     problem.column_tiles = static_cast<int>(args.columns / kTile);
@@ -222,8 +225,9 @@ tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     constexpr Kernel kKernels[3][2] = {{kernel<Element, 2, false>, kernel<Element, 2, true>},
                                        {kernel<Element, 4, false>, kernel<Element, 4, true>},
                                        {kernel<Element, 6, false>, kernel<Element, 6, true>}};
-    const int error = launch(kKernels[args.depth / 128 - 1][args.activation == TILERANK_ACTIVATION_GELU],
-                             dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
+    const int error = launch_overlapped(
+        problem.overlap, kKernels[args.depth / 128 - 1][args.activation == TILERANK_ACTIVATION_GELU],
+        dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant resident_rows: %s", launch_error_text(error));
     return TILERANK_OK;
 }

@@ -40,6 +40,7 @@ struct Problem {
     int rows;
     int parts;  // of depth
     float epsilon;
+    bool overlap;
 };
 
 __device__ __forceinline__ void load(const Problem& problem, unsigned char* stages, uint64_t* full, uint64_t* empty,
@@ -54,11 +55,25 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* stag
     const auto advance = [&] {
         if (++stage == kStages) stage = 0, ++turn;
     };
-    for (int part = 0; part < problem.parts; ++part) {
-        unsigned char* x = next();
-        copy_box(x, &problem.x, &full[stage], part * kDepth, row);
-        copy_box_to_cluster(x + kXBytes + rank * (kWeightBytes / 2), &problem.weight, &full[stage], part * kDepth,
+    const auto copy_weight = [&](unsigned char* target, int part, int at) {
+        copy_box_to_cluster(target + kXBytes + rank * (kWeightBytes / 2), &problem.weight, &full[at], part * kDepth,
                             rank * kHalf, 3);
+    };
+    // The first weights need not wait for what x is made by.
+    const int early = min(problem.parts, kStages);
+    for (int part = 0; part < early; ++part) {
+        barrier_expect(&full[part], kStageBytes);
+        copy_weight(stages + part * kStageBytes, part, part);
+    }
+    if (problem.overlap) wait_for_previous();
+    for (int part = 0; part < early; ++part) {
+        copy_box(stages + part * kStageBytes, &problem.x, &full[part], part * kDepth, row);
+        advance();
+    }
+    for (int part = early; part < problem.parts; ++part) {
+        unsigned char* x = next();
+        copy_weight(x, part, stage);
+        copy_box(x, &problem.x, &full[stage], part * kDepth, row);
         advance();
     }
     for (int column = 0; column < kColumns; column += kStageColumns) {
@@ -85,6 +100,7 @@ template <typename Element>
 __device__ __forceinline__ void compute(const Problem& problem, const unsigned char* stages,
                                         const unsigned char* vectors, uint64_t* full, uint64_t* empty, int group,
                                         int warp, int lane) {
+    if (problem.overlap) wait_for_previous();  // out may be what the kernel before reads
     const uint32_t begin = shared_address(stages) / 16;
     const int row = group * 64 + warp * 16 + lane / 4;  // and eight below
     Fragment sums[2][kHalf / 8];
@@ -213,6 +229,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                      load_vector<uint4>(static_cast<const unsigned char*>(source) + at % kParts * 16));
     }
     cluster_sync();
+    let_next_begin();
     if (warp < kWarps) {
         give_registers_back<24>();
         if (threadIdx.x == 0) load(problem, stages, full, empty, cluster_rank());
@@ -271,10 +288,10 @@ tilerank_status launch_typed(const LinearArgs& args, void* stream) {
     problem.bias = args.bias, problem.gamma = args.gamma, problem.beta = args.beta;
     problem.out = args.out, problem.out_stride = args.out_stride;
     problem.rows = static_cast<int>(args.rows), problem.parts = static_cast<int>(args.depth / kDepth);
-    problem.epsilon = static_cast<float>(args.epsilon);
+    problem.epsilon = static_cast<float>(args.epsilon), problem.overlap = args.overlap != 0;
     const int64_t pairs = (args.rows + 2 * kRows - 1) / (2 * kRows);
-    const int error = launch(kernel<Element>, dim3(static_cast<unsigned>(2 * pairs)), dim3(kThreads), kSharedBytes, stream,
-                             problem);
+    const int error = launch_overlapped(problem.overlap, kernel<Element>, dim3(static_cast<unsigned>(2 * pairs)),
+                                        dim3(kThreads), kSharedBytes, stream, problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant row_layernorm: %s", launch_error_text(error));
     return TILERANK_OK;
 }

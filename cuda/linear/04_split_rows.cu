@@ -37,6 +37,7 @@ struct Problem {
     int depth;
     float x_scale;    // 2^x_exponent
     float sum_scale;  // 2^-(x_exponent + weight_exponent)
+    bool overlap;
 };
 
 // Units are (row pair, column tile), column tiles first; a cluster takes a range of them.
@@ -53,6 +54,7 @@ __device__ __forceinline__ Range units_of(const Problem& problem) {
 __device__ __forceinline__ void load(const Problem& problem, unsigned char* stages, uint64_t* full, uint64_t* empty,
                                      int rank) {
     const Range range = units_of(problem);
+    if (problem.overlap) wait_for_previous();
     int stage = 0, turn = 0;
     for (int unit = range.begin; unit < range.end; ++unit) {
         const int row = (unit / problem.column_tiles * 2 + rank) * kRows;
@@ -82,6 +84,7 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
                                         uint64_t* empty, int rank, int group, int warp, int lane) {
     constexpr int kSteps = kDepth / 16;
     const Range range = units_of(problem);
+    if (problem.overlap) wait_for_previous();  // out may be what the kernel before reads
     const uint32_t begin = shared_address(stages) / 16;
     // Eight lanes read rows four apart, whose 16-byte parts lie in different banks.
     const int rows_of_lane = lane / 8 + (lane / 4 & 1) * 4;
@@ -192,6 +195,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         fence_barrier_init();
     }
     cluster_sync();
+    let_next_begin();
     if (warp < kWarps) {
         give_registers_back<24>();
         if (threadIdx.x == 0) load(problem, stages, full, empty, rank);
@@ -250,6 +254,7 @@ tilerank_status linear_split_rows(const LinearArgs& args, void*, void* stream) {
     problem.rows = static_cast<int>(args.rows), problem.depth = static_cast<int>(args.depth);
     problem.row_pairs = static_cast<int>((args.rows + 2 * kRows - 1) / (2 * kRows));
     problem.column_tiles = static_cast<int>(args.columns / kColumns);
+    problem.overlap = args.overlap != 0;
     problem.x_scale = std::ldexp(1.0f, args.x_exponent);
     problem.sum_scale = std::ldexp(1.0f, -args.x_exponent - args.weight_exponent);
     int device = 0, processors = 0;
@@ -257,8 +262,9 @@ tilerank_status linear_split_rows(const LinearArgs& args, void*, void* stream) {
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     const int64_t units = static_cast<int64_t>(problem.row_pairs) * problem.column_tiles;
     const int64_t clusters = units < processors / 2 ? units : processors / 2;
-    const int error = launch(args.activation == TILERANK_ACTIVATION_GELU ? kernel<true> : kernel<false>,
-                             dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
+    const int error =
+        launch_overlapped(problem.overlap, args.activation == TILERANK_ACTIVATION_GELU ? kernel<true> : kernel<false>,
+                          dim3(static_cast<unsigned>(2 * clusters)), dim3(kThreads), kSharedBytes, stream, problem);
     if (error != 0) return refuse(TILERANK_LAUNCH_FAILED, "variant split_rows: %s", launch_error_text(error));
     return TILERANK_OK;
 }

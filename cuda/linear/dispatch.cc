@@ -43,6 +43,7 @@ tilerank_status check(const tilerank_variant& row, const LinearArgs& args, bool 
     REQUIRE(std::abs(args.weight_exponent) <= most, "weight_exponent is %d; allowed here: -%d to %d",
             args.weight_exponent, most, most);
     REQUIRE(std::abs(args.x_exponent) <= most, "x_exponent is %d; allowed here: -%d to %d", args.x_exponent, most, most);
+    REQUIRE(args.overlap == 0 || args.overlap == 1, "overlap is %d; allowed: 0, 1", args.overlap);
     REQUIRE(args.gamma == nullptr || args.activation == TILERANK_ACTIVATION_NONE,
             "activation is %d where gamma is given; allowed: 0 (none)", args.activation);
     REQUIRE(args.gamma != nullptr || (args.residual == nullptr && args.beta == nullptr),

@@ -175,7 +175,7 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         has_end = activation in (None, gelu)
-        options: dict[str, Any] = {"gelu": activation is gelu}
+        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": True}
         if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
             options["variant"] = "resident_rows"
@@ -202,16 +202,16 @@ class KernelParts(TorchParts):
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                return encoder_ops.linear_norm(x, weights, *ends, variant="row_layernorm", out=residual)
+                options = {"variant": "row_layernorm", "overlap": True, "out": residual}
+                return encoder_ops.linear_norm(x, weights, *ends, **options)
 
             return in_one
         if not self._runs("layernorm", "vectorized"):
             return super().linear_norm(name, weight, bias, norm, bound)
         if self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
-            multiply = functools.partial(
-                encoder_ops.linear, weights=weights, bias=None, variant="split_rows", x_exponent=_split_exponent(bound)
-            )
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": True}
+            multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
             self.used[name] = "split_rows, vectorized"
         else:
             multiply = functools.partial(functional.linear, weight=self._here(weight))

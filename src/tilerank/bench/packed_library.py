@@ -1,7 +1,8 @@
 """The packed forward pass that a user builds in an afternoon from a library's parts: the peer of the fused encoder.
 
-torch's operations on tokens back to back, its variable-length attention, `torch.compile` with every tuning it has, a
-CUDA graph around all. Nothing of this project is in it but the way tokens are packed.
+torch's operations on tokens back to back, its variable-length attention, `torch.compile`, a CUDA graph around all.
+Nothing of this project is in it but the way tokens are packed. The compiler's default mode is the strong one here: it
+leaves matrix products to cuBLASLt, where `max-autotune` takes a minute to choose slower ones of its own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import torch
 from torch.nn import functional
 
 from tilerank.packing import PackedBatch
-
-COMPILE_MODE = "max-autotune-no-cudagraphs"
-"""Every tuning of `torch.compile`; the graph is captured here, around all of it."""
 
 
 class PackedLibrary(torch.nn.Module):
@@ -92,7 +90,7 @@ def captured(model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = F
     single = torch.arange(batch.sequences + 1, dtype=torch.int32, device=bounds.device)
     arguments = (ids, types, positions, bounds, single, first.long(), batch.longest)
     with torch.inference_mode():
-        body = torch.compile(PackedLibrary(model, first_only=first_only).eval(), mode=COMPILE_MODE)
+        body = torch.compile(PackedLibrary(model, first_only=first_only).eval())
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -82,14 +82,16 @@ def linear(
     variant: str,
     gelu: bool = False,
     x_exponent: int = 0,
+    overlap: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, through GELU (by the error function) where ``gelu``: ``[rows, in]`` -> ``[rows, out]``.
 
     x_exponent: with split weights x is multiplied by 2^x_exponent before it is split; nothing in it may then exceed
-    65,504. Raises `KernelError` for what the variant does not serve, ValueError for tensors that do not fit.
+    65,504. overlap: weights, bias, gamma and beta were complete before the work in front of this call on the stream, and
+    may be read while that ends. Raises `KernelError` for what the variant does not serve, ValueError for tensors that do not fit.
     """
-    return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, out)
+    return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, overlap, out)
 
 
 def linear_norm(
@@ -103,10 +105,11 @@ def linear_norm(
     *,
     variant: str,
     x_exponent: int = 0,
+    overlap: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``layer_norm(x @ weight.T + bias + residual)``; ``out`` may be ``residual`` itself. Otherwise as `linear`."""
-    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, False, x_exponent, out)
+    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, False, x_exponent, overlap, out)
 
 
 def layernorm(
@@ -215,6 +218,7 @@ def _linear(
     variant: str,
     gelu: bool,
     x_exponent: int,
+    overlap: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, columns = x.shape[0], weights.columns
@@ -241,6 +245,7 @@ def _linear(
         weight_format=weights.format,
         weight_exponent=weights.exponent,
         x_exponent=x_exponent,
+        overlap=overlap,
         epsilon=epsilon,
         rows=rows,
         columns=columns,

@@ -156,6 +156,7 @@ class LinearParams(ctypes.Structure):
         ("weight_format", ctypes.c_int32),
         ("weight_exponent", ctypes.c_int32),
         ("x_exponent", ctypes.c_int32),
+        ("overlap", ctypes.c_int32),
         ("epsilon", ctypes.c_double),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),

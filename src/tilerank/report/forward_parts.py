@@ -38,7 +38,9 @@ def parts_table(records: Sequence[Record]) -> str:
         for name, figures in parts.items():
             us, floor = figures["us"], figures["floor_us"]
             shares = (share(us / total), share(floor / us))
-            rows.append((precision, name, str(figures["launches"]), short(us), short(floor), short(us - floor), *shares))
+            rows.append(
+                (precision, name, str(figures["launches"]), short(us), short(floor), short(us - floor), *shares)
+            )
     if not rows:
         return "Not recorded on this machine yet."
     headings = ("precision", "part", "kernels", "µs", "floor, µs", "gap, µs", "of the pass", "floor / time")
