@@ -1,19 +1,25 @@
 # `make help` lists the targets. VENV=path uses another virtual environment, PYTHON=python3.12 another interpreter.
 PYTHON ?= python3
 VENV ?= .venv
+# TensorFlow lives in an environment of its own.
+TF_VENV ?= .venv-tf
 BIN := $(VENV)/bin
 # Tests run in JOBS processes, the tests of one file in one of them (they share what they build).
 JOBS ?= auto
 RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
+TF_RUN := PATH="$(abspath $(TF_VENV)/bin):$$PATH" $(TF_VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart test test-all lint format repro gpu model ui pack compose records-check build doctor clean
+.PHONY: help env tf-env quickstart test test-all tf-test lint format repro gpu model ui pack compose records-check build wheel doctor clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: ## Make the virtual environment (says how torch is chosen)
 	@$(PYTHON) stages/environment.py $(VENV)
+
+tf-env: ## Make the virtual environment with TensorFlow, in TF_VENV (.venv-tf)
+	@$(PYTHON) stages/environment.py $(TF_VENV) --tensorflow
 
 quickstart: env ## Run the whole pipeline on the embedded data set, in build/quickstart/
 	@$(RUN) -m stages.quickstart
@@ -23,6 +29,9 @@ test: env ## Run the tests (no GPU needed)
 
 test-all: env ## Run every test, the slow ones too
 	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
+
+tf-test: tf-env ## Run the tests of the TensorFlow binding in their own environment
+	@$(TF_RUN) -m pytest tests/bindings/test_tf.py
 
 lint: env ## Check style and formatting
 	@$(BIN)/ruff check .
@@ -55,6 +64,9 @@ records-check: env ## Say which committed records are stale (STALE.md and the RE
 
 build: env ## Build libtilerank for every architecture
 	@$(RUN) -m tilerank.kernels.build
+
+wheel: env ## Build a wheel with the library in it, for every architecture (OPTIONS="--backend cpu": the reference)
+	@$(RUN) -m stages.wheel $(OPTIONS)
 
 doctor: env ## Check compiler, GPU and library with a sanity kernel
 	@$(RUN) -m tilerank.cli doctor

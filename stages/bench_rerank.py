@@ -29,9 +29,10 @@ def run(stage: Stage) -> None:
     reference = rerank.reference_scores(setup, calls)
     record = {}
     for precision in workload.precisions:
-        times = rerank.bench_precision(setup, precision, calls, reference, machine.rerank_rounds)
+        limits = rerank.error_limits(setup, precision, calls, reference)
+        times = rerank.bench_precision(setup, precision, calls, reference, limits, machine.rerank_rounds)
         times |= rerank.bench_many(setup, precision, calls, min(machine.rerank_rounds, 2))
-        times["steps"] = rerank.bench_steps(setup, precision, calls, reference, machine.rerank_rounds)
+        times["steps"] = rerank.bench_steps(setup, precision, calls, reference, limits, machine.rerank_rounds)
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
         if device == "cuda":
             record.setdefault("forward", {})[precision] = forward.bench_forward(setup, precision)

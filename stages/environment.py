@@ -1,5 +1,8 @@
 """Make the project's virtual environment (`make env`). Needs nothing but Python 3.11 to 3.13.
 
+With --tensorflow: an environment of its own for the TensorFlow binding (`make tf-env`), without torch and the pipeline.
+TensorFlow is the build with CUDA 12 where an NVIDIA GPU is here, else the CPU build.
+
 How torch is chosen, unless the environment variable TORCH_INDEX names a package index to take it from:
 - an NVIDIA GPU is here (nvidia-smi lists one): the default index, which gives the build for CUDA 13 on Linux, or
   PyTorch's own index for CUDA 12 where the GPU's driver serves no more than that;
@@ -15,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import venv
 from pathlib import Path
 
@@ -22,6 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch>=2.11,<2.14"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"  # the build for CUDA 12 that every torch in range has
+TENSORFLOW = ">=2.21,<2.22"
+TENSORFLOW_NEEDS = ("cmake", "ninja", "numpy", "ruamel.yaml", "tqdm", "pytest")
+"""Of pyproject.toml, what the TensorFlow binding and its tests use."""
 PYTHONS = ((3, 11), (3, 13))
 
 
@@ -116,6 +123,22 @@ class Environment:
                 time.sleep(10)
                 self.pip("install", TORCH)
 
+    def install_tensorflow(self) -> None:
+        """Install TensorFlow, tilerank without its dependencies, and those that its TensorFlow binding has."""
+        tensorflow = "tensorflow[and-cuda]" if has_gpu() else "tensorflow-cpu"
+        size = "about 4 GB with CUDA 12" if has_gpu() else "about 270 MB"
+        log(f"installing {tensorflow} {TENSORFLOW} ({size})")
+        self.pip("install", tensorflow + TENSORFLOW, *tensorflow_needs())
+        self.pip("install", "--no-deps", "--editable", str(ROOT))
+
+
+def tensorflow_needs() -> list[str]:
+    """Requirements of pyproject.toml by the names of `TENSORFLOW_NEEDS`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    named = {re.split(r"[<>=; \[]", requirement)[0]: requirement for requirement in listed}
+    return [named[name] for name in TENSORFLOW_NEEDS]
+
 
 def main() -> int:
     """Make or update the environment in the folder named on the command line (default .venv)."""
@@ -124,9 +147,11 @@ def main() -> int:
         sys.exit(
             f"environment: Python {wanted} is needed, this is {sys.version.split()[0]}; try `make PYTHON=python3.12`"
         )
-    environment = Environment(ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv"))
+    for_tensorflow = "--tensorflow" in sys.argv
+    folders = [argument for argument in sys.argv[1:] if argument != "--tensorflow"]
+    environment = Environment(ROOT / (folders or [".venv-tf" if for_tensorflow else ".venv"])[0])
     stamp = environment.folder / "tilerank-environment"
-    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    state = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + TENSORFLOW.encode() * for_tensorflow).hexdigest()
     if stamp.exists() and stamp.read_text(encoding="utf-8") == state:
         return 0
     if not environment.python.exists():
@@ -137,10 +162,13 @@ def main() -> int:
             sys.exit("environment: this Python cannot make virtual environments (Debian: apt install python3-venv)")
     try:
         environment.pip("install", "--upgrade", "pip>=24")
-        if not environment.torch_in_range():
-            environment.install_torch()
-        log("installing tilerank and what it needs (about 600 MB without torch)")
-        environment.pip("install", "--editable", f"{ROOT}[pipeline,dev]")
+        if for_tensorflow:
+            environment.install_tensorflow()
+        else:
+            if not environment.torch_in_range():
+                environment.install_torch()
+            log("installing tilerank and what it needs (about 600 MB without torch)")
+            environment.pip("install", "--editable", f"{ROOT}[pipeline,dev]")
     except subprocess.CalledProcessError as error:
         sys.exit(f"environment: pip failed (exit code {error.returncode}); its message is above")
     stamp.write_text(state, encoding="utf-8")

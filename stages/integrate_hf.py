@@ -26,6 +26,11 @@ def run(stage: Stage) -> None:
         attention=settings.kernel.variant,
         batch_size=workload.batch_size,
     )
+    if reason := drop_in.refusal(setup):
+        records = {precision: {"timed": False, "failure": reason} for precision in workload.precisions}
+        _report_failures(records)
+        stage.write_metrics({"drop_in": records})
+        return
     if setup.device == "cpu":
         records = {precision: drop_in.check_drop_in(setup, precision, calls[0]) for precision in workload.precisions}
         _report_failures(records)

@@ -50,6 +50,30 @@ def write_tiny_bert(
     return folder
 
 
+def write_own_attention(folder: Path, tokenizer_from: Path, family: str) -> Path:
+    """A two-layer cross-encoder of a family that computes attention by itself (MPNet, DebertaV2): no SDPA, no swap."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_from)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=66,
+        initializer_range=0.5,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+    )
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(folder)
+    return folder
+
+
 def merge_json(path: Path, values: dict) -> None:
     """Set keys of a JSON file, which is made where it is missing."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -71,12 +71,13 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Ring<El
     constexpr int kChunks = Shape<D>::kChunks;
     const float size = fabsf(factor);
     int released = 0;  // chunks given back
-    // Gives back all chunks below `end`, also those that this warp had no use for: each must have come first.
+    // Gives back all chunks below `end`, also those that this warp had no use for: each must have come first. Every lane
+    // answers for what it has read: one that arrived for all of them, after __syncwarp(), would be as right, but
+    // racecheck does not follow that.
     const auto release = [&](int end) {
         for (; released < end; ++released) {
             barrier_wait(&ring.full[released % kChunks], released / kChunks % 2);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(&ring.empty[released % kChunks]);
+            barrier_arrive(&ring.empty[released % kChunks]);
         }
     };
 
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
     const int lane = threadIdx.x % kWarpSize;
     if (threadIdx.x < S::kChunks) {
         barrier_init(&ring.full[threadIdx.x], kWarpSize);
-        barrier_init(&ring.empty[threadIdx.x], S::kWorkers);
+        barrier_init(&ring.empty[threadIdx.x], S::kWorkers * kWarpSize);
     }
     queues.init(1);
     __syncthreads();
@@ -173,7 +174,9 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         compute<Element, D>(args, ring, queues, warp, lane, factor, aligned);
         return;
     }
-    const PassesFor<D> passes(args, lane);
+    UnitPlace places[2];
+    find_places<S::kUnitRows>(args, places, lane);
+    const PassesFor<D> passes(args, places);
     if (warp == S::kWorkers) {
         const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
             constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;

@@ -350,10 +350,20 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         barrier_init(&shared.empty[threadIdx.x], S::kGroups * kGroupWarps);
     }
     queues.init(kGroupWarps);
+    UnitPlace places[2];
+    if (warp >= S::kGroups * kGroupWarps) {
+        find_places<kUnitRows>(args, places, lane);  // meanwhile the others get the barriers ready
+    } else {
+        for (int at = threadIdx.x * 16; at < S::kOnesBytes; at += S::kGroups * kGroupThreads * 16) {
+            const uint32_t ones = pack16<Element>(1.0f, 1.0f);
+            store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
+        }
+        fence_async_proxy();
+    }
+    __syncthreads();
     if (warp >= S::kGroups * kGroupWarps) {
         give_registers_back<S::kCopyRegisters>();
-        const PassesFor<D> passes(args, lane);  // meanwhile the others get the barriers ready
-        __syncthreads();
+        const PassesFor<D> passes(args, places);
         const int copy_warp = warp - S::kGroups * kGroupWarps;
         if (copy_warp == S::kCopyWarps) {
             deal<Element, S::kChunks>(passes, queues, lane);
@@ -368,12 +378,6 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         }
     } else {
         take_registers<S::kRegisters>();
-        for (int at = threadIdx.x * 16; at < S::kOnesBytes; at += S::kGroups * kGroupThreads * 16) {
-            const uint32_t ones = pack16<Element>(1.0f, 1.0f);
-            store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
-        }
-        fence_async_proxy();
-        __syncthreads();
         compute<Element, D>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor, aligned);
     }
 }

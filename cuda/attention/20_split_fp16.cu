@@ -24,18 +24,18 @@ struct Shape {
     static constexpr int kPanels = Splitter::kPanels;
 };
 
-// Sums of 16 rows over keys: row lane / 4 (+8 for elements 2 and 3), columns 8 i + 2 (lane % 4) + 0..1. The products
-// with a low term are kept apart: rounding off after every product would cost the large sum three times as much.
+// 16 rows so far: row lane / 4 (+8 for elements 2 and 3), columns 8 i + 2 (lane % 4) + 0..1. One struct for both, because
+// of an array of arrays nvcc 13.0 sets the first one alone to the values that members start with.
 template <int D>
-struct Sums {
-    float high[Shape<D>::kPanels * 4][4] = {};
-    float low[Shape<D>::kPanels * 4][4] = {};
+struct State {
+    SplitSoftmax<> softmax[2];
+    float sums[Shape<D>::kPanels * 4][4] = {};
 
     __device__ __forceinline__ void scale(int half, float factor) {
 #pragma unroll
         for (int i = 0; i < Shape<D>::kPanels * 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) high[i][half * 2 + j] *= factor, low[i][half * 2 + j] *= factor;
+            for (int j = 0; j < 2; ++j) sums[i][half * 2 + j] *= factor;
         }
     }
 };
@@ -52,8 +52,7 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
                                        const typename Shape<D>::Splitter::Halves& k_halves,
                                        const typename Shape<D>::Splitter::Halves& v_halves, int step,
                                        const int (&keys)[Shape<D>::kRowTiles][2], float k_inverse,
-                                       SplitSoftmax<> (&softmax)[Shape<D>::kRowTiles][2],
-                                       Sums<D> (&sums)[Shape<D>::kRowTiles]) {
+                                       State<D> (&states)[Shape<D>::kRowTiles]) {
     constexpr int kRowTiles = Shape<D>::kRowTiles;
     constexpr int kStepKeys = Shape<D>::kStepKeys;
     constexpr int kSteps = SplitQueries<D>::kSteps;
@@ -109,7 +108,7 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
                 }
             }
             max[m][half] = largest * unit[m][half];
-            lags = lags || softmax[m][half].lags(max[m][half]);
+            lags = lags || states[m].softmax[half].lags(max[m][half]);
         }
     }
     if (__any_sync(kFullMask, lags)) {
@@ -119,47 +118,66 @@ __device__ __forceinline__ void attend(const SplitQueries<D> (&q)[Shape<D>::kRow
             for (int half = 0; half < 2; ++half) {
                 float of_row = fmaxf(max[m][half], __shfl_xor_sync(kFullMask, max[m][half], 1));
                 of_row = fmaxf(of_row, __shfl_xor_sync(kFullMask, of_row, 2));
-                sums[m].scale(half, softmax[m][half].rebase_if_lagging(of_row));
+                states[m].scale(half, states[m].softmax[half].rebase_if_lagging(of_row));
             }
         }
     }
 
+    constexpr int kFragments = kStepKeys / 16;
+    uint32_t high[kFragments][kRowTiles][4];
+    uint32_t low[kFragments][kRowTiles][4];
 #pragma unroll
-    for (int j = 0; j < kStepKeys / 16; ++j) {
-        uint32_t high[kRowTiles][4];
-        uint32_t low[kRowTiles][4];
+    for (int j = 0; j < kFragments; ++j) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = i % 2;
                 const float(&s)[4] = score[m][j * 2 + i / 2];
-                auto& state = softmax[m][half];
-                const float first = exp2_approx(s[half * 2] * unit[m][half] - state.reference);
-                const float second = exp2_approx(s[half * 2 + 1] * unit[m][half] - state.reference);
-                state.sum += first + second;
+                auto& softmax = states[m].softmax[half];
+                const float first = exp2_approx(s[half * 2] * unit[m][half] - softmax.reference);
+                const float second = exp2_approx(s[half * 2 + 1] * unit[m][half] - softmax.reference);
+                softmax.sum += first + second;
                 const SplitPair terms = split(first, second);
-                high[m][i] = terms.high;
-                low[m][i] = terms.low;
+                high[j][m][i] = terms.high;
+                low[j][m][i] = terms.low;
             }
         }
-        const int key = step + j * 16 + lane % 16;
+    }
+
+    // Sums of these keys, small products first again. Tensor cores cut off what does not fit a sum, always towards zero,
+    // which adds up over many keys: these join the sums of all by an addition that rounds to the nearest.
 #pragma unroll
-        for (int i = 0; i < Shape<D>::kPanels * 4; i += 2) {
-            const __half* panel = v_halves[i / 4];
-            const int part = i % 4 + lane / 16;
-            uint32_t v_high[4];
+    for (int i = 0; i < Shape<D>::kPanels * 4; i += 2) {
+        const __half* panel = v_halves[i / 4];
+        const int part = i % 4 + lane / 16;
+        float sums[kRowTiles][2][4] = {};
+        uint32_t v_high[kFragments][4];
+#pragma unroll
+        for (int j = 0; j < kFragments; ++j) {
+            const int key = step + j * 16 + lane % 16;
             uint32_t v_low[4];
-            ldmatrix_x4_trans(v_high, panel + panel_offset(key, part));
+            ldmatrix_x4_trans(v_high[j], panel + panel_offset(key, part));
             ldmatrix_x4_trans(v_low, panel + panel_offset(key, part + 4));
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                multiply(sums[m].low[i], high[m], v_low[0], v_low[1]);
-                multiply(sums[m].low[i + 1], high[m], v_low[2], v_low[3]);
-                multiply(sums[m].low[i], low[m], v_high[0], v_high[1]);
-                multiply(sums[m].low[i + 1], low[m], v_high[2], v_high[3]);
-                multiply(sums[m].high[i], high[m], v_high[0], v_high[1]);
-                multiply(sums[m].high[i + 1], high[m], v_high[2], v_high[3]);
+                multiply(sums[m][0], high[j][m], v_low[0], v_low[1]);
+                multiply(sums[m][1], high[j][m], v_low[2], v_low[3]);
+                multiply(sums[m][0], low[j][m], v_high[j][0], v_high[j][1]);
+                multiply(sums[m][1], low[j][m], v_high[j][2], v_high[j][3]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int j = 0; j < kFragments; ++j) {
+                multiply(sums[m][0], high[j][m], v_high[j][0], v_high[j][1]);
+                multiply(sums[m][1], high[j][m], v_high[j][2], v_high[j][3]);
+            }
+#pragma unroll
+            for (int column = 0; column < 2; ++column) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) states[m].sums[i + column][k] += sums[m][column][k];
             }
         }
     }
@@ -194,8 +212,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
     for (int m = 0; m < kRowTiles; ++m) {
         q[m].load(block, args.q_token_stride, first_row + m * 16, factor, aligned);
     }
-    Sums<D> sums[kRowTiles];
-    SplitSoftmax<> softmax[kRowTiles][2];
+    State<D> states[kRowTiles];
     Trust trust;
     TileFactors factors;  // of the tile whose halves are there
     TileFactors before;   // of the one before
@@ -230,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
 
         if (v_change != 1.0f) {
 #pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) sums[m].scale(0, v_change), sums[m].scale(1, v_change);
+            for (int m = 0; m < kRowTiles; ++m) states[m].scale(0, v_change), states[m].scale(1, v_change);
         }
         const int first = tile * kTileKeys;
         const auto& k_halves = splitter.k_halves[tile & 1];
@@ -248,10 +265,10 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
         }
         int step = 0;
         for (; step + kStepKeys <= whole_keys; step += kStepKeys) {
-            attend<D, true>(q, k_halves, v_halves, step, keys, k_inverse, softmax, sums);
+            attend<D, true>(q, k_halves, v_halves, step, keys, k_inverse, states);
         }
         for (; step < tile_keys; step += kStepKeys) {
-            attend<D, false>(q, k_halves, v_halves, step, keys, k_inverse, softmax, sums);
+            attend<D, false>(q, k_halves, v_halves, step, keys, k_inverse, states);
         }
     }
 
@@ -262,10 +279,8 @@ __global__ void __launch_bounds__(kThreads, Shape<D>::kBlocksPerSm)
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-        store_split_rows<D>(block, args.out_token_stride, first_row + m * 16, softmax[m], factors.v_field, aligned,
-                            [&](int i, int half, int j) {
-                                return sums[m].high[i][half * 2 + j] + sums[m].low[i][half * 2 + j];
-                            });
+        store_split_rows<D>(block, args.out_token_stride, first_row + m * 16, states[m].softmax, factors.v_field,
+                            aligned, [&](int i, int half, int j) { return states[m].sums[i][half * 2 + j]; });
     }
 }
 

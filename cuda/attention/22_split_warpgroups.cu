@@ -5,14 +5,13 @@
 //   and 50 for splitting instead of 590; at 0.6 instructions a cycle 60 us, and 10 us for start and end.
 // Answer: metrics/<machine>/bench_attention_split_warpgroups.json and docs/ladder.md.
 #include "common/balanced.cuh"
-#include "common/barriers.cuh"
-#include "common/split_fp16.cuh"
+#include "common/panels.cuh"
 #include "common/wgmma.cuh"
 
 namespace tilerank {
 namespace split_warpgroups {
 
-constexpr int kD = 32;
+constexpr int kD = kPanelColumns;
 constexpr int kGroupWarps = 4;
 constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
@@ -26,321 +25,20 @@ constexpr int kSplitRegisters = 80;
 constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
 constexpr int kSplitThreads = kGroupThreads - kWarpSize;  // the last warp deals out the units
-constexpr int kPanelBytes = kChunkKeys * kPanelPitch * 2;
 constexpr int kResident = 8;
-constexpr int kTasks = 4;  // of each group, dealt ahead
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];
 using Passes32 = Passes<kUnitRows, kGroups, kResident>;
 
-// What a group of a block does next, as the dealing warp tells it.
-struct Task {
-    const float* q;  // first of the unit's rows
-    float* out;
-    const float* k;  // first of the sequence's keys
-    const float* v;
-    int rows;         // of the unit that exist
-    int k_len;        // keys that count
-    int causal_keys;  // what the first row may see if causality alone counted
-    int tiles;        // of keys that some row sees; at least one, 0: there is no further unit
-    int whole_tiles;  // of those, the ones that every row sees all of
-    int chunk;        // number of the first tile's chunk
-    int slot;         // its place in the ring
-    int parity;       // its turn there
-    int is_last;      // of the group's units in the pass: chunks are given back behind it
-};
-
-// What is known of a chunk once it is split.
-struct ChunkNotes {
-    int k_field;  // what it was multiplied by
-    int v_field;
-    int misfit;  // 1 + the number of the latest chunk here whose numbers do not fit that
-};
+using Ring = PanelRing<2, kChunks, kSplitThreads>;
 
 // What the warps of a block share.
 struct Shared {
-    unsigned char* ring;
-    uint64_t* full;  // of each chunk
-    uint64_t* empty;
-    ChunkNotes* notes;
-    Task* tasks;  // [kGroups][kTasks]
-    uint64_t* dealt;
-    uint64_t* taken;
+    Ring ring;
     Queries* queries;  // [kGroups]
-    uint4* spans;      // [2][kSplitThreads / kWarpSize]
 };
 
-// ---- The warp that deals ----
-
-// Each lane deals one unit of a pass, then the next ones.
-__device__ __forceinline__ void deal(const AttentionArgs& args, const UnitPlace (&places)[2], const Shared& shared,
-                                     int lane) {
-    constexpr int kAtOnce = kGroups * kTasks;
-    static_assert(kAtOnce <= kWarpSize);
-    Passes32 passes(args, places);
-    const auto put = [&](int ordinal, const Task& task) {
-        const int turn = ordinal / kGroups;
-        const int at = ordinal % kGroups * kTasks + turn % kTasks;
-        barrier_wait(&shared.taken[at], turn / kTasks % 2 ^ 1);
-        shared.tasks[at] = task;
-        barrier_arrive(&shared.dealt[at]);
-    };
-    int dealt = 0;
-    Task task = {};
-#pragma unroll 1
-    while (passes.next()) {
-        const HeadView<float> view = head_view<float>(args, passes.sequence, passes.head);
-        task.k = view.k;
-        task.v = view.v;
-        task.k_len = passes.place.k_len;
-        task.chunk = passes.chunk;
-        task.slot = passes.chunk % kChunks;
-        task.parity = passes.chunk / kChunks % 2;
-#pragma unroll 1
-        for (int first = passes.first_unit; first < passes.last_unit; first += kAtOnce) {
-            const int unit = first + lane;
-            const int count = min(passes.last_unit - first, kAtOnce);
-            if (lane < count) {
-                const int row = passes.first_row(unit);
-                task.q = view.q + row * args.q_token_stride;
-                task.out = view.out + row * args.out_token_stride;
-                task.rows = min(passes.place.q_len - row, kUnitRows);
-                task.causal_keys = args.causal ? row + 1 : kMaxKeys;
-                task.tiles = max((passes.any_row_sees(unit) + kChunkKeys - 1) / kChunkKeys, 1);
-                task.whole_tiles = min(task.k_len, task.causal_keys) / kChunkKeys;
-                task.is_last = unit + kGroups >= passes.last_unit;
-                put(dealt + lane, task);
-            }
-            __syncwarp();
-            dealt += count;
-        }
-    }
-    task.tiles = 0;
-    task.rows = 0;
-    task.chunk = passes.chunk;
-    if (lane < kGroups) put(dealt + lane, task);
-}
-
-// ---- The warps that split ----
-
-constexpr int kRowParts = kD / 4;                   // a thread has four columns
-constexpr int kRowStep = kSplitThreads / kRowParts;  // of every kRowStep-th row
-constexpr int kRounds = (kChunkKeys + kRowStep - 1) / kRowStep;
-constexpr int kLag = 2;  // chunks on their way while one is split
-
-// Where a thread's four columns are in a panel, before they are split.
-__device__ __forceinline__ int raw_at(int thread, int round) {
-    return swizzled_offset<128>(thread / kRowParts + round * kRowStep, thread % kRowParts * 16);
-}
-// A warp has whole rows, and so all of them or none.
-__device__ __forceinline__ bool has_round(int thread, int round) {
-    return kChunkKeys % kRowStep == 0 || thread / kRowParts + round * kRowStep < kChunkKeys;
-}
-
-template <bool kAligned>
-__device__ __forceinline__ void copy_panel(unsigned char* panel, const float* source, int64_t token_stride, int count,
-                                           int thread) {
-    const int row = thread / kRowParts;
-    const float* from = source + row * token_stride + thread % kRowParts * 4;
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (has_round(thread, round)) {
-            unsigned char* to = panel + raw_at(thread, round);
-            const bool exists = row + round * kRowStep < count;
-            if (kAligned) {
-                copy_async<16>(to, from, exists);
-            } else {
-#pragma unroll
-                for (int word = 0; word < 4; ++word) copy_async<4>(to + word * 4, from + word, exists);
-            }
-        }
-        from += kRowStep * token_stride;
-    }
-}
-
-__device__ __forceinline__ unsigned largest_of(const unsigned char* panel, int thread) {
-    unsigned largest = 0;
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-        if (!has_round(thread, round)) continue;
-        const float4 four = load_vector<float4>(panel + raw_at(thread, round));
-        largest = max(largest, max(max(absolute_bits(four.x), absolute_bits(four.y)),
-                                   max(absolute_bits(four.z), absolute_bits(four.w))));
-    }
-    return warp_max(largest);
-}
-
-// Splits a panel where it lies: the two terms of a row take its place.
-__device__ __forceinline__ void split_panel(unsigned char* panel, float factor, int thread, Fit& fit) {
-    constexpr int kAtOnce = 3;
-    static_assert(kRounds % kAtOnce == 0);
-#pragma unroll
-    for (int first = 0; first < kRounds; first += kAtOnce) {
-        float4 fours[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (has_round(thread, first + i)) fours[i] = load_vector<float4>(panel + raw_at(thread, first + i));
-        }
-        __syncwarp();  // these rows have been read
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int round = first + i;
-            if (!has_round(thread, round)) continue;
-            const int row = thread / kRowParts + round * kRowStep;
-            const int column = thread % kRowParts * 4;
-            float4 four = fours[i];
-            four = {four.x * factor, four.y * factor, four.z * factor, four.w * factor};
-            fit.add_group(four);
-            const SplitPair one = split(four.x, four.y);
-            const SplitPair other = split(four.z, four.w);
-            // Rows next to each other store different terms at a time, which then lie in different banks.
-            const bool low_first = row % 2 != 0;
-            const int high_at = swizzled_offset<128>(row, column * 2);
-            const int low_at = swizzled_offset<128>(row, column * 2 + 64);
-            store_vector(panel + (low_first ? low_at : high_at),
-                         low_first ? uint2{one.low, other.low} : uint2{one.high, other.high});
-            store_vector(panel + (low_first ? high_at : low_at),
-                         low_first ? uint2{one.high, other.high} : uint2{one.low, other.low});
-        }
-    }
-}
-
-template <bool kAligned>
-__device__ __forceinline__ void split_chunks(const AttentionArgs& args, const UnitPlace (&places)[2],
-                                             const Shared& shared, int thread) {
-    Passes32 passes(args, places);
-    int slot = 0;
-    uint32_t parity = 1;  // of the phase before the first: nothing to wait for
-    int split_slot = 0;
-    int number = 0;
-    int pending = 0;      // chunks on their way
-    unsigned firsts = 0;  // which of them are the first of a pass, a bit each
-    int measured = 0;
-    int k_field = 0;
-    int v_field = 0;
-    // The one that has been on its way longest, once it is there.
-    const auto split_oldest = [&] {
-        unsigned char* panels = shared.ring + split_slot * 2 * kPanelBytes;
-        if (firsts & 1) {
-            // The factors of a pair are those of its first keys; the others are checked.
-            const unsigned k_largest = largest_of(panels, thread);
-            const unsigned v_largest = largest_of(panels + kPanelBytes, thread);
-            uint4* spans = shared.spans + measured % 2 * (kSplitThreads / kWarpSize);
-            ++measured;
-            if (thread % kWarpSize == 0) spans[thread / kWarpSize] = uint4{k_largest, v_largest, 0, 0};
-            barrier_among<kSplitThreads>();
-            unsigned largest[2] = {0, 0};
-#pragma unroll
-            for (int warp = 0; warp < kSplitThreads / kWarpSize; ++warp) {
-                largest[0] = max(largest[0], spans[warp].x);
-                largest[1] = max(largest[1], spans[warp].y);
-            }
-            k_field = field_to_reach(largest[0], 10);
-            v_field = field_to_reach(largest[1], 12);
-        }
-        __syncwarp();  // what other lanes have copied is there
-        Fit k_fit;
-        Fit v_fit;
-        split_panel(panels, power_of_two(k_field), thread, k_fit);
-        split_panel(panels + kPanelBytes, power_of_two(v_field), thread, v_fit);
-        ++number;
-        if (thread == 0) shared.notes[split_slot].k_field = k_field, shared.notes[split_slot].v_field = v_field;
-        if (k_fit.fails(0x1p-4f, 0x1p15f) || v_fit.fails(0x1p-1f, 0x1p15f)) shared.notes[split_slot].misfit = number;
-        fence_async_proxy();
-        barrier_arrive(&shared.full[split_slot]);
-        if (++split_slot == kChunks) split_slot = 0;
-        firsts >>= 1;
-        --pending;
-    };
-#pragma unroll 1
-    while (passes.next()) {
-        const HeadView<float> view = head_view<float>(args, passes.sequence, passes.head);
-#pragma unroll 1
-        for (int chunk = 0; chunk < passes.chunks; ++chunk) {
-            if (!__all_sync(kFullMask, barrier_test(&shared.empty[slot], parity))) {
-                copy_async_wait<0>();
-#pragma unroll 1
-                while (pending > 0) split_oldest();
-                barrier_wait(&shared.empty[slot], parity);
-                __syncwarp();
-            }
-            const int first = chunk * kChunkKeys;
-            const int count = passes.place.k_len - first;
-            unsigned char* panels = shared.ring + slot * 2 * kPanelBytes;
-            copy_panel<kAligned>(panels, view.k + first * args.k_token_stride, args.k_token_stride, count, thread);
-            copy_panel<kAligned>(panels + kPanelBytes, view.v + first * args.v_token_stride, args.v_token_stride, count,
-                                 thread);
-            copy_async_commit();
-            firsts |= (chunk == 0 ? 1u : 0u) << pending;
-            if (++pending > kLag) {
-                copy_async_wait<kLag>();
-                split_oldest();
-            }
-            if (++slot == kChunks) {
-                slot = 0;
-                parity ^= 1;
-            }
-        }
-    }
-    copy_async_wait<0>();
-#pragma unroll 1
-    while (pending > 0) split_oldest();
-}
-
 // ---- The groups that compute ----
-
-// The same, in a register of the warp, where descriptors are computed for all lanes at once.
-__device__ __forceinline__ uint32_t uniform_value(uint32_t value) { return warp_max(value); }
-
-// Where this block's part of the line of all units begins and ends, by one warp. Units cost their tiles and about two
-// more.
-__device__ __forceinline__ void place_block(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
-    const int batch = static_cast<int>(args.batch);
-    const int heads = static_cast<int>(args.heads);
-    int units = 0;
-    int unit_cost = 1;
-    const auto cost_of = [&](int s) -> int64_t {
-        units = 0;
-        if (s >= batch) return 0;
-        const SequencePlace size = sequence_place(args, s);
-        units = (size.q_len + kUnitRows - 1) / kUnitRows;
-        const int tiles = (size.k_len + kChunkKeys - 1) / kChunkKeys;
-        unit_cost = 2 + max(1, args.causal ? (min(size.q_len, size.k_len) / kChunkKeys + 2) / 2 : tiles);
-        return static_cast<int64_t>(units) * unit_cost * heads;
-    };
-    int64_t total = 0;
-#pragma unroll 1
-    for (int first = 0; first < batch; first += kWarpSize) total += cost_of(first + lane);
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) total += __shfl_xor_sync(kFullMask, total, lanes);
-    if (lane < 2) places[lane] = {batch, 0, 0};
-    __syncwarp();
-    int64_t before = 0;  // cost of the sequences before these
-#pragma unroll 1
-    for (int first = 0; first < batch; first += kWarpSize) {
-        const int64_t own = cost_of(first + lane);
-        int64_t up_to = own;
-#pragma unroll
-        for (int distance = 1; distance < kWarpSize; distance *= 2) {
-            const int64_t other = __shfl_up_sync(kFullMask, up_to, distance);
-            if (lane >= distance) up_to += other;
-        }
-        const int64_t begin = before + up_to - own;
-        before += __shfl_sync(kFullMask, up_to, kWarpSize - 1);
-#pragma unroll 1
-        for (int side = 0; side < 2; ++side) {
-            const int64_t target = static_cast<int64_t>(static_cast<double>(total) * (blockIdx.x + side) / gridDim.x);
-            if (target < begin || target >= begin + own) continue;
-            // The first unit that begins at the target or after it.
-            const unsigned pair_cost = static_cast<unsigned>(units) * unit_cost;
-            const int64_t rest = target - begin;
-            int head = static_cast<int>(rest / pair_cost);
-            int unit = (static_cast<int>(rest - static_cast<int64_t>(head) * pair_cost) + unit_cost - 1) / unit_cost;
-            if (unit == units) unit = 0, ++head;
-            places[side] = head < heads ? UnitPlace{first + lane, head, unit} : UnitPlace{first + lane + 1, 0, 0};
-        }
-    }
-}
 
 // Sets the reference of a row by the largest of its first kBlocks x 8 scores, if that is too far above it. Returns what
 // was summed so far must be multiplied by.
@@ -378,22 +76,23 @@ __device__ __forceinline__ void find_scores(Fragment (&scores)[kSteps * 2], cons
 }
 
 template <bool kAligned>
-__device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared, int group, int group_warp,
-                                        int lane, const ScoreFactor& factor) {
-    const uint32_t ring = shared_address(shared.ring) / 16;
+__device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared,
+                                        const TaskQueues<kGroups>& queues, int group, int group_warp, int lane,
+                                        const ScoreFactor& factor) {
+    const uint32_t ring = shared_address(shared.ring.panels) / 16;
     constexpr int kPanelSize = kPanelBytes / 16;
     // A weight is at most its lane's sum over the tile; fp16 ends at 65,504.
     constexpr float kLargestSum = 65000.0f;
 
     Fragment scores[kSteps * 2];
-    Fragment sums_high[kD / 8];
-    Fragment sums_low[kD / 8];  // of products with a low term
-    uint32_t high[kSteps][4];
-    uint32_t low[kSteps][4];
+    Fragment sums[kD / 8];
+    Fragment tile_sums[kD / 8];
+    uint32_t high[kSteps][4] = {};
+    uint32_t low[kSteps][4] = {};
     SplitQueries<kD> q;
 
     const auto issue_scores = [&](int slot) {
-        const uint32_t panel = uniform_value(ring + slot * (2 * kPanelSize));
+        const uint32_t panel = ring + slot * (2 * kPanelSize);
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -407,17 +106,28 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         multiply(q.high[1], 2, 1);
         wgmma_commit();
     };
-    const auto issue_sums = [&](int slot, bool is_first) {
-        const uint32_t panel = uniform_value(ring + slot * (2 * kPanelSize) + kPanelSize);
+    // Of one tile, small products first again. Tensor cores cut off what does not fit a sum, always towards zero, which
+    // adds up over many tiles: these join the sums of all by an addition that rounds to the nearest.
+    const auto issue_tile_sums = [&](int slot) {
+        const uint32_t panel = ring + slot * (2 * kPanelSize) + kPanelSize;
+        const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
+            wgmma_k16<__half, kD, true>(tile_sums, a, tile_descriptor<128>(panel + offset, 1), add);
+        };
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            const uint32_t rows = panel + step * 128;
-            const int add = step > 0 || !is_first;
-            wgmma_k16<__half, kD, true>(sums_low, high[step], tile_descriptor<128>(rows + 4, 1), add);
-            wgmma_k16<__half, kD, true>(sums_low, low[step], tile_descriptor<128>(rows, 1), 1);
-            wgmma_k16<__half, kD, true>(sums_high, high[step], tile_descriptor<128>(rows, 1), add);
+            multiply(high[step], step * 128 + 4, step > 0);
+            multiply(low[step], step * 128, 1);
         }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) multiply(high[step], step * 128, 1);
         wgmma_commit();
+    };
+    const auto add_tile_sums = [&] {
+#pragma unroll
+        for (int column = 0; column < kD / 8; ++column) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[column][i] += tile_sums[column][i];
+        }
     };
     // A chunk's place and turn in the ring.
     struct At {
@@ -430,33 +140,37 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             }
         }
     };
-    const auto wait_for = [&](At at) { barrier_wait(&shared.full[at.slot], at.parity); };
+    const auto wait_for = [&](At at) { barrier_wait(&shared.ring.full[at.slot], at.parity); };
     const auto give_back = [&](At at) {
-        if (lane == 0) barrier_arrive(&shared.empty[at.slot]);
+        if (lane == 0) barrier_arrive(&shared.ring.empty[at.slot]);
     };
-    // Gives back chunks that this group has no use for, up to chunk `end`; each must have come before.
-    const auto skip = [&](At& at, int& number, int end) {
+    // Gives back chunks that this group has no use for; each must have come before.
+    const auto skip = [&](At at, int count) {
 #pragma unroll 1
-        for (; number < end; ++number) {
+        for (; count > 0; --count) {
             wait_for(at);
             give_back(at);
             at.advance();
         }
     };
 
-    const int first_row = group_warp * 16;
-    Queries& queries = shared.queries[group];
-    const auto task_at = [&](int turn) { return &shared.tasks[group * kTasks + turn % kTasks]; };
+    // Rows go to warps in turn, so that the last rows of units do not all fall to the same quarter.
+    const auto first_row_of = [&](const Task& task) {
+        return uniform((group_warp + task.rotation) % kGroupWarps * 16);
+    };
+    const auto place_of = [](const Task& task) { return At{uniform(task.slot), uniform(task.parity)}; };
     // Waits for the task of a turn and starts the copy of its queries: each warp copies and reads its own.
+    float(*queries)[kQueryPitch] = shared.queries[group] + group_warp * 16;
     const auto prepare = [&](int turn) {
-        barrier_wait(&shared.dealt[group * kTasks + turn % kTasks], turn / kTasks % 2);
-        const Task* task = task_at(turn);
+        const Task& task = queues.look(group, turn);
+        const int first_row = first_row_of(task);
         __syncwarp();  // the queries before have been read
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            const int row = first_row + i + lane / 8;
-            const bool exists = row < task->rows;
-            const float* from = task->q + (exists ? row : 0) * args.q_token_stride + lane % 8 * 4;
+            const int row = i + lane / 8;
+            const bool exists = first_row + row < task.rows;
+            const float* from = static_cast<const float*>(task.q) +
+                                (exists ? first_row + row : 0) * args.q_token_stride + lane % 8 * 4;
             float* to = &queries[row][lane % 8 * 4];
             if (kAligned) {
                 copy_async<16>(to, from, exists);
@@ -470,30 +184,35 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     const auto use_queries = [&] {
         copy_async_wait<0>();
         __syncwarp();
-        q.load(16, factor, [&](int row, int column) { return load_vector<float2>(&queries[first_row + row][column]); });
+        q.load(16, factor, [&](int row, int column) { return load_vector<float2>(&queries[row][column]); });
     };
 
-    int number = 0;  // of chunks that this group has passed
-    At at = {0, 0};
     prepare(0);
+    {
+        const Task& first = queues.look(group, 0);
+        skip({0, 0}, uniform(first.chunk));
+        if (uniform(first.tiles) == 0) return;
+        use_queries();
+        const At at = place_of(first);
+        wait_for(at);
+        wgmma_fence();
+        issue_scores(at.slot);
+    }
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        const Task* task = task_at(turn);
-        skip(at, number, task->chunk);
-        const int tiles = uniform(task->tiles);
-        if (tiles == 0) return;
-        use_queries();
         prepare(turn + 1);
-        const bool is_last = uniform(task->is_last) != 0;
-        const int whole_tiles = uniform(task->whole_tiles);
-        const bool exists = first_row < uniform(task->rows);
-        At tile_at = at;
-        wait_for(tile_at);
-        const int v_field = shared.notes[tile_at.slot].v_field;
+        const Task& task = queues.look(group, turn);
+        const int tiles = uniform(task.tiles);
+        const int whole_tiles = uniform(task.whole_tiles);
+        const bool is_last = uniform(task.is_last) != 0;
+        const int first_row = first_row_of(task);
+        const bool exists = first_row < uniform(task.rows);
+        At at = place_of(task);
+        const int v_field = shared.ring.notes[at.slot].v_field;
         float unit[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int k_field = shared.notes[tile_at.slot].k_field;
+            const int k_field = shared.ring.notes[at.slot].k_field;
             unit[half] = fmaxf(q.inverse[half] * inverse_power_of_two(k_field), 0x1p-126f);
         }
         const float largest_unit = fmaxf(unit[0], unit[1]);
@@ -501,139 +220,174 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         bool broken = q.untrusted || !(largest_unit <= 0x1p60f) || (q.wide && largest_unit > 0x1p-18f);
         SplitSoftmax<10, 11> softmax[2];
         bool is_steep = false;
+#pragma unroll
+        for (int column = 0; column < kD / 8; ++column) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[column][i] = 0.0f;
+        }
 
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; ++tile) {
-            wait_for(tile_at);
-            wgmma_fence();
-            issue_scores(tile_at.slot);
-            broken = broken || shared.notes[tile_at.slot].misfit == number + tile + 1;
+        for (int tile = 0;; ++tile) {
+            const bool is_last_tile = tile + 1 == tiles;
+            At following = at;
+            following.advance();
+            broken = broken || shared.ring.notes[at.slot].misfit == task.chunk + tile + 1;
+            if (!is_last_tile) wait_for(following);
             wgmma_wait<0>();
-            float tile_sum[2];
-            bool looks_for_max = tile == 0 || is_steep;
-            while (true) {
-                if (tile >= whole_tiles) {
-                    int sees[2];
+            if (tile > 0) {
+                add_tile_sums();
+                if (is_last) give_back({(at.slot == 0 ? kChunks : at.slot) - 1, 0});
+            }
+            if (exists) {
+                const bool is_whole = tile < whole_tiles;
+                const int most_seen = min(task.k_len, task.causal_keys + first_row + 15) - tile * kChunkKeys;
+                float tile_sum[2];
+                // The weights of the keys that a row of the warp sees (kWhole: all of them), and their sums.
+                const auto weigh = [&](auto whole) {
+                    constexpr bool kWhole = decltype(whole)::value;
+                    tile_sum[0] = tile_sum[1] = 0.0f;
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        sees[half] =
-                            min(task->k_len, task->causal_keys + first_row + half * 8 + lane / 4) - tile * kChunkKeys;
+                    for (int step = 0; step < kSteps; ++step) {
+                        if (!kWhole && step * 16 >= most_seen) {
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) high[step][i] = low[step][i] = 0;
+                            continue;
+                        }
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int half = i % 2;
+                            const Fragment& score = scores[step * 2 + i / 2];
+                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
+                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
+                            tile_sum[half] += one + other;
+                            const SplitPair terms = split(one, other);
+                            high[step][i] = terms.high;
+                            low[step][i] = terms.low;
+                        }
                     }
+                };
+                bool looks_for_max = tile == 0 || is_steep;
+                while (true) {
+                    if (!is_whole) {
+                        int sees[2];
 #pragma unroll
-                    for (int block = 0; block < kSteps * 2; ++block) {
-                        hide_keys(scores[block], block * 8, sees, lane, -INFINITY);
+                        for (int half = 0; half < 2; ++half) {
+                            sees[half] = min(task.k_len, task.causal_keys + first_row + half * 8 + lane / 4) -
+                                         tile * kChunkKeys;
+                        }
+#pragma unroll
+                        for (int block = 0; block < kSteps * 2; ++block) {
+                            hide_keys(scores[block], block * 8, sees, lane, -INFINITY);
+                        }
                     }
-                }
-                if (looks_for_max) {
+                    if (looks_for_max) {
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float change = find_reference<kSteps * 2>(softmax[half], scores, half, unit[half]);
-                        if (tile > 0) {
+                        for (int half = 0; half < 2; ++half) {
+                            const float change = find_reference<kSteps * 2>(softmax[half], scores, half, unit[half]);
+                            if (tile > 0) {
 #pragma unroll
-                            for (int column = 0; column < kD / 8; ++column) {
+                                for (int column = 0; column < kD / 8; ++column) {
 #pragma unroll
-                                for (int i = half * 2; i < half * 2 + 2; ++i) {
-                                    sums_high[column][i] *= change;
-                                    sums_low[column][i] *= change;
+                                    for (int i = half * 2; i < half * 2 + 2; ++i) sums[column][i] *= change;
                                 }
                             }
                         }
                     }
-                }
-                tile_sum[0] = tile_sum[1] = 0.0f;
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int half = i % 2;
-                        const Fragment& score = scores[step * 2 + i / 2];
-                        const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
-                        const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
-                        tile_sum[half] += one + other;
-                        const SplitPair terms = split(one, other);
-                        high[step][i] = terms.high;
-                        low[step][i] = terms.low;
+                    if (is_whole) {
+                        weigh(std::true_type{});
+                    } else {
+                        weigh(std::false_type{});
                     }
+                    const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
+                    if (looks_for_max || __all_sync(kFullMask, fits)) break;
+                    looks_for_max = is_steep = true;  // from here on, references are raised before weights are too large
+                    find_scores(scores, q, shared.ring.panels + at.slot * (2 * kPanelBytes), lane);
                 }
-                const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
-                if (looks_for_max || __all_sync(kFullMask, fits)) break;
-                looks_for_max = is_steep = true;  // from here on, references are raised before weights grow too large
-                find_scores(scores, q, shared.ring + tile_at.slot * (2 * kPanelBytes), lane);
+                softmax[0].sum += tile_sum[0];
+                softmax[1].sum += tile_sum[1];
             }
-            softmax[0].sum += tile_sum[0];
-            softmax[1].sum += tile_sum[1];
             wgmma_fence();
-            issue_sums(tile_at.slot, tile == 0);
+            issue_tile_sums(at.slot);
+            if (is_last_tile) break;
+            at = following;
+            wgmma_fence();
+            issue_scores(at.slot);
+        }
+
+        broken = exists && __any_sync(kFullMask, broken);
+        if (broken) {
             wgmma_wait<0>();
-            if (is_last) give_back(tile_at);
-            tile_at.advance();
-        }
-        if (is_last) {
-            at = tile_at;
-            number += tiles;
-        }
-        if (exists) {
             QueryBlock block;
-            block.out = task->out;
-            block.rows = task->rows;
-            if (__any_sync(kFullMask, broken)) {
-                block.q = task->q;
-                block.k = task->k;
-                block.v = task->v;
-                block.k_len = task->k_len;
-                block.causal_keys = task->causal_keys;
-                attend_exactly<kD>(args, block, first_row, 16);
-            } else {
-                store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
-                                     [&](int i, int half, int j) {
-                                         return sums_high[i][half * 2 + j] + sums_low[i][half * 2 + j];
-                                     });
-            }
+            block.q = static_cast<const float*>(task.q);
+            block.out = static_cast<float*>(task.out);
+            block.k = shared.ring.notes[at.slot].k;
+            block.v = shared.ring.notes[at.slot].v;
+            block.rows = task.rows;
+            block.k_len = task.k_len;
+            block.causal_keys = task.causal_keys;
+            attend_exactly<kD>(args, block, first_row, 16);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.taken[group * kTasks + turn % kTasks]);
+        const Task& next = queues.look(group, turn + 1);
+        const bool has_next = uniform(next.tiles) != 0;
+        const int unused = uniform(next.chunk) - uniform(task.chunk) - tiles;  // chunks between this unit and the next
+        const auto end_sums = [&] {
+            wgmma_wait<0>();
+            add_tile_sums();
+            if (is_last) {
+                give_back(at);
+                at.advance();
+                skip(at, unused);
+            }
+        };
+        const auto store = [&] {
+            if (exists && !broken) {
+                QueryBlock block;
+                block.out = static_cast<float*>(task.out);
+                block.rows = task.rows;
+                store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
+                                     [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
+            }
+            queues.done(group, turn, lane);
+        };
+        if (!has_next) {
+            end_sums();
+            store();
+            return;
+        }
+        use_queries();
+        end_sums();
+        const At first = place_of(next);
+        wait_for(first);
+        wgmma_fence();
+        issue_scores(first.slot);
+        store();
     }
 }
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ AttentionArgs args, ScoreFactor factor) {
     DynamicShared memory;
-    unsigned char* unaligned_ring = memory.take<unsigned char>(kChunks * 2 * kPanelBytes + 1024);
-    Shared shared;
-    shared.ring = unaligned_ring + (1024 - shared_address(unaligned_ring) % 1024) % 1024;
-    shared.full = memory.take<uint64_t>(kChunks);
-    shared.empty = memory.take<uint64_t>(kChunks);
-    shared.notes = memory.take<ChunkNotes>(kChunks);
-    shared.tasks = memory.take<Task>(kGroups * kTasks);
-    shared.dealt = memory.take<uint64_t>(kGroups * kTasks);
-    shared.taken = memory.take<uint64_t>(kGroups * kTasks);
-    shared.queries = memory.take<Queries>(kGroups);
-    shared.spans = memory.take<uint4>(2 * (kSplitThreads / kWarpSize));
-    SHARED(UnitPlace, places, [2]);
+    const Shared shared = {Ring(memory), memory.take<Queries>(kGroups)};
+    const TaskQueues<kGroups> queues(memory);
 
     const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
     const int lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x < kChunks) {
-        barrier_init(&shared.full[threadIdx.x], kSplitThreads);
-        barrier_init(&shared.empty[threadIdx.x], kGroups * kGroupWarps);
-        shared.notes[threadIdx.x].misfit = 0;
-    }
-    if (threadIdx.x < kGroups * kTasks) {
-        barrier_init(&shared.dealt[threadIdx.x], 1);
-        barrier_init(&shared.taken[threadIdx.x], kGroupWarps);
-    }
-    if (warp == 0) place_block(args, places, lane);
+    shared.ring.init(kGroups * kGroupWarps);
+    queues.init(kGroupWarps);
+    UnitPlace places[2];
+    if (warp >= kGroups * kGroupWarps) find_places<kUnitRows>(args, places, lane);
     __syncthreads();
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kSplitRegisters>();
+        const Passes32 passes(args, places);
         if (warp == kThreads / kWarpSize - 1) {
-            deal(args, places, shared, lane);
+            deal<float, kChunks>(passes, queues, lane);
         } else {
-            split_chunks<kAligned>(args, places, shared, threadIdx.x % kGroupThreads);
+            shared.ring.template fill<kAligned>(passes, threadIdx.x % kGroupThreads);
         }
     } else {
         take_registers<kRegisters>();
-        compute<kAligned>(args, shared, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
+        compute<kAligned>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
     }
 }
 
@@ -642,11 +396,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
 tilerank_status attention_split_warpgroups(const AttentionArgs& args, void*, void* stream) {
     using namespace split_warpgroups;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(kChunks * 2 * kPanelBytes + 1024) +
-        2 * DynamicShared::bytes<uint64_t>(kChunks) + DynamicShared::bytes<ChunkNotes>(kChunks) +
-        DynamicShared::bytes<split_warpgroups::Task>(kGroups * kTasks) +
-        2 * DynamicShared::bytes<uint64_t>(kGroups * kTasks) +
-        DynamicShared::bytes<Queries>(kGroups) + DynamicShared::bytes<uint4>(2 * (kSplitThreads / kWarpSize));
+        Ring::shared_bytes() + DynamicShared::bytes<Queries>(kGroups) + TaskQueues<kGroups>::bytes();
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
         return refuse(TILERANK_UNSUPPORTED,

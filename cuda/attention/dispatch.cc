@@ -21,6 +21,8 @@ tilerank_status check_common(const AttentionArgs& args, int64_t head_dim) {
     PASS_ON(check_dtype(args.dtype));
     REQUIRE(args.causal == 0 || args.causal == 1, "causal is %d; allowed: 0, 1", args.causal);
     REQUIRE(std::isfinite(args.exact_scale), "scale is %g; it must be finite", args.exact_scale);
+    REQUIRE(std::isfinite(args.scale), "scale is %g; it must be finite in fp32, in which kernels compute",
+            args.exact_scale);
     int64_t rows;
     REQUIRE(!__builtin_mul_overflow(args.batch, args.heads, &rows) && !__builtin_mul_overflow(rows, args.q_len, &rows),
             "batch * heads * queries is above what 64 bits hold: %lld * %lld * %lld",

@@ -150,19 +150,13 @@ struct Passes {
     int chunks = 0;
     int known = -1;  // the sequence that `place` is of
 
-    // By one warp.
-    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane) : args(args) {
-        UnitPlace places[2];
-        find_places<kUnitRows>(args, places, lane);
-        end = {uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)};
-        sequence = uniform(places[0].sequence);
-        head = uniform(places[0].head);
-        last_unit = uniform(places[0].unit);
-    }
-
-    // From places that one warp has found for all.
+    // By one warp, from what find_places found.
     __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
-        : args(args), end(places[1]), sequence(places[0].sequence), head(places[0].head), last_unit(places[0].unit) {}
+        : args(args),
+          end{uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)},
+          sequence(uniform(places[0].sequence)),
+          head(uniform(places[0].head)),
+          last_unit(uniform(places[0].unit)) {}
 
     __device__ __forceinline__ int units() const { return (place.q_len + kUnitRows - 1) / kUnitRows; }
 
@@ -358,13 +352,23 @@ struct TaskQueues {
         barrier_arrive(&dealt[at]);
     }
 
-    // The task with that number among the worker's; by whole warps.
-    __device__ __forceinline__ Task take(int worker, int turn, int lane) const {
+    // The task with that number among the worker's, where it lies until `done`.
+    __device__ __forceinline__ const Task& look(int worker, int turn) const {
         const int at = worker * kDepth + turn % kDepth;
         barrier_wait(&dealt[at], turn / kDepth % 2);
-        const Task task = tasks[at];
+        return tasks[at];
+    }
+
+    // By whole warps, which have read what they need of that task.
+    __device__ __forceinline__ void done(int worker, int turn, int lane) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(&taken[at]);
+        if (lane == 0) barrier_arrive(&taken[worker * kDepth + turn % kDepth]);
+    }
+
+    // Both at once, for a copy.
+    __device__ __forceinline__ Task take(int worker, int turn, int lane) const {
+        const Task task = look(worker, turn);
+        done(worker, turn, lane);
         return task;
     }
 };

@@ -1,13 +1,15 @@
-// Barriers in shared memory (mbarrier, sm_80): between warps that do different things.
-//
-// A barrier counts arrivals; when all of a phase have come, the next phase begins. Waiting for a parity returns once
-// the phase of that parity is complete: 0 for the first phase, then 1, 0, 1, ...; parity 1 is complete from the start.
-// What a thread wrote before it arrived is seen by those that have waited.
+// Barriers between warps that do different things.
 #pragma once
 
 #include "common/device.h"
 
 namespace tilerank {
+
+// ---- In shared memory (mbarrier, sm_80) ----
+//
+// A barrier counts arrivals; when all of a phase have come, the next phase begins. Waiting for a parity returns once
+// the phase of that parity is complete: 0 for the first phase, then 1, 0, 1, ...; parity 1 is complete from the start.
+// What a thread wrote before it arrived is seen by those that have waited.
 
 // By one thread, before a __syncthreads() and any other use.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals TILERANK_CALLER) {
@@ -63,5 +65,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity 
     }
 #endif
 }
+
+// ---- By name ----
+
+#if !defined(TILERANK_HOST_BUILD)
+// A barrier of its own for kThreads threads, whole warps, of a block whose other warps do something else. All reach it
+// at one place in the code. A block has one such set of threads.
+template <int kThreads>
+__device__ __forceinline__ void barrier_among() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+#endif
 
 }  // namespace tilerank

@@ -73,14 +73,6 @@ struct Span {
     __device__ __forceinline__ bool is_beyond() const { return largest >= kTrustedLimit; }
 };
 
-#if !defined(TILERANK_HOST_BUILD)
-// A barrier of its own for kThreads threads, whole warps, of a block whose other warps do something else.
-template <int kThreads>
-__device__ __forceinline__ void barrier_among() {
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-#endif
-
 __device__ __forceinline__ unsigned warp_max(unsigned value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     return __reduce_max_sync(kFullMask, value);

@@ -107,7 +107,7 @@ typedef struct tilerank_attention_params {
     void* out;            /* must not overlap an input; every row is written */
     int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of q, k, v and out */
     int32_t causal;       /* 0, or 1: query i sees keys 0..i only */
-    double scale;         /* factor on the scores, usually 1/sqrt(head_dim); finite */
+    double scale;         /* factor on the scores, usually 1/sqrt(head_dim); finite in fp32 */
     int64_t batch;        /* >= 0; 0: success, nothing is done */
     int64_t heads;        /* >= 1, a multiple of kv_heads */
     int64_t kv_heads;     /* >= 1 */

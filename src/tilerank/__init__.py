@@ -1,8 +1,9 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model. Each is
-imported when it is first used: importing the package loads no torch.
+`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model; `tf` is the
+attention block for TensorFlow and Keras. Each is imported when it is first used: importing the package loads no
+framework.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tf":
+        return importlib.import_module("tilerank.tf")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

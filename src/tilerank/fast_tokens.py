@@ -3,17 +3,18 @@
 ``tokie`` is several times faster, but not equal everywhere: its Unicode tables are newer (an unassigned code point, or
 one that Unicode added lately, is dropped by one and kept by the other), and it passes over some settings in silence.
 So a vocabulary is served only when its settings are those of `SERVED`, a text only when all of its characters are in
-`AGREED`, and a sample of the vocabulary itself is compared when it is loaded. Everything else goes to ``tokenizers``:
-a text in silence, since its ids are the same either way, a vocabulary by name (see `TextTokenizer.engine`).
+`AGREED` and it is shorter than `LONGEST`, and a sample of the vocabulary itself is compared when it is loaded.
+Everything else goes to ``tokenizers``: a text in silence, since its ids are the same either way, a vocabulary by name
+(see `TextTokenizer.engine`).
 
-The tests compare the two on every character of `AGREED`, on random strings of them and on whole data sets.
+The tests compare the two on every character of `AGREED`, on random strings of them, on long texts and on whole data
+sets.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,9 +31,16 @@ _Way: TypeAlias = Callable[[Sequence[str]], list[np.ndarray]]
 AGREED = (
     (0x0000, 0x007E),  # ASCII but for delete
     (0x0080, 0x0377),  # Latin with its marks, phonetics, the first of Greek
+    (0x037A, 0x037F),
+    (0x0384, 0x038A),
+    (0x038C, 0x038C),
+    (0x038E, 0x03A1),  # Greek capitals, but for gaps that no character has
     (0x03A3, 0x052F),  # Greek, Cyrillic
     (0x1DFC, 0x1F15),  # Latin with more marks
     (0x2000, 0x2064),  # punctuation and spaces
+    (0x2070, 0x2071),
+    (0x2074, 0x208E),
+    (0x2090, 0x209C),  # superscripts and subscripts
     (0x20A0, 0x20C0),  # currencies
     (0x2100, 0x218B),  # letterlike symbols, number forms
     (0x2190, 0x2429),  # arrows, operators, technical symbols
@@ -60,10 +68,16 @@ SERVED: dict[str, dict[str, Any]] = {
 """Settings of a tokenizer.json that ``tokie`` was seen to honour; lowercase or not is its choice."""
 
 _ADDED = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+LONGEST = 1 << 16
+"""Bytes of UTF-8 from which ``tokie`` cuts a text into pieces, one for each core, at blanks if it finds them: a word
+without blanks falls apart."""
+
 _PROBES = 512
-_SEPARATOR = b"\xff\xfe"  # in no text's UTF-8
+_AT_ONCE = LONGEST // 4
+"""Characters, of up to four bytes, that are encoded in one call: below `LONGEST`."""
+_SEPARATOR_LENGTH = 8
 _FEW = 128
-"""Texts below which one after another may be sooner: the other ways start a thread for each core, every time."""
+"""Texts below which one thread may be sooner: ``tokie``'s own are started anew on every call, one for each core."""
 
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
@@ -88,52 +102,72 @@ class FastEncoder:
             file = Path(folder) / "tokenizer.json"  # tokie reads nothing but files
             file.write_text(json.dumps({**settings, "truncation": None, "padding": None}), encoding="utf-8")
             self._fast = tokie.Tokenizer.from_json(str(file))
+        self._separator = _separator(settings.get("added_tokens") or ())
         probes = _probes(list(settings["model"]["vocab"]))
         expected = encode_with_tokenizers(backend, probes)
-        ways: list[_Way] = [self._at_once, self._one_by_one]
-        if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-            ways.append(self._through_memory)
-        for way in ways:
+        for way in (self._in_threads, self._in_turn):
             for text, ours, theirs in zip(probes, way(probes), expected, strict=True):
                 if not np.array_equal(ours, theirs):
                     raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
-        # Threads, lists and copies cost otherwise on every machine.
-        passages = [" ".join(probes[start : start + 40]) for start in range(0, len(probes), 2)]
-        seconds = {way: _seconds(way, passages) for way in ways}
-        self._few = min(seconds, key=seconds.__getitem__)
-        self._many = ways[-1] if ways[-1] != self._one_by_one else self._at_once
+        # Starting threads costs otherwise on every machine.
+        passages = [" ".join(probes[start : start + 40]) for start in range(0, len(probes), 2)][: _FEW // 2]
+        self._few = min((self._in_turn, self._in_threads), key=lambda way: _seconds(way, passages))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
-        agreed = [is_agreed(text) for text in texts]
+        agreed = list(map(is_agreed, texts))
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        fast = iter((self._few if len(asked) < _FEW else self._many)(asked))
+        found = (self._few if len(asked) < _FEW else self._in_threads)(asked)
+        if len(asked) == len(texts):
+            return found
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
-        slow = iter(encode_with_tokenizers(self._backend, others))
+        fast, slow = iter(found), iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
-    def _one_by_one(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(self._fast.encode(text, False).ids, dtype=np.int32) for text in texts]
+    def _in_threads(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Shared out among threads that ``tokie`` starts."""
+        ids, counts = self._fast.encode_batch_flat(list(texts), False)
+        return _rows(ids.view(np.int32), np.cumsum(counts, dtype=np.int64).tolist())
+
+    def _in_turn(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """On the calling thread: one text after another, or several at once with a special token between them."""
+        rows: list[np.ndarray] = []
+        first, size = 0, 0
+        for index, text in enumerate(texts):
+            size += len(text)
+            if index > first and (self._separator is None or size > _AT_ONCE):
+                rows += self._at_once(texts[first:index])
+                first, size = index, len(text)
+            size += _SEPARATOR_LENGTH
+        return rows + self._at_once(texts[first:]) if texts else rows
 
     def _at_once(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in self._fast.encode_batch(list(texts), False)]
+        token, number = self._separator or ("", -1)
+        ids = self._fast.encode_batch_flat([token.join(texts)], False)[0].view(np.int32)
+        if len(texts) == 1:
+            return [ids]
+        ends = np.flatnonzero(ids == number)
+        if len(ends) != len(texts) - 1:  # a text has the token itself
+            return [row for text in texts for row in self._at_once([text])]
+        return [row[1:] if index else row for index, row in enumerate(_rows(ids, [*ends.tolist(), len(ids)]))]
 
-    def _through_memory(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """By way of a file in memory: `encode_files` gives arrays, where the others give a list for each text, and a
-        Python integer for each token. It leaves empty texts out."""
-        full = [text.encode("utf-8") for text in texts if text]
-        if not full:
-            return [np.zeros(0, np.int32) for _ in texts]
-        file = os.memfd_create("tilerank")
-        try:
-            with open(file, "wb", closefd=False) as stream:
-                stream.write(_SEPARATOR.join(full))
-            ids, ends = self._fast.encode_files([f"/proc/self/fd/{file}"], _SEPARATOR, False)
-        finally:
-            os.close(file)
-        ids = ids.view(np.int32)
-        rows = iter([ids[start:end] for start, end in itertools.pairwise(ends.tolist())])
-        return [next(rows) if text else np.zeros(0, np.int32) for text in texts]
+
+def _rows(ids: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
+    return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _separator(added: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
+    """A special token that keeps texts apart, and its id; None where no such token is known.
+
+    It has brackets at its ends, and no special token has brackets elsewhere: so none overlaps another, and no word
+    becomes one, since ``BertPreTokenizer`` takes brackets out of words.
+    """
+    if any("[" in token["content"][1:] or "]" in token["content"][:-1] for token in added):
+        return None
+    for token in added:
+        if re.fullmatch(r"\[\w+\]", token["content"]) and len(token["content"]) <= _SEPARATOR_LENGTH:
+            return token["content"], token["id"]
+    return None
 
 
 def _seconds(way: _Way, texts: Sequence[str]) -> float:
@@ -147,11 +181,11 @@ def _seconds(way: _Way, texts: Sequence[str]) -> float:
 
 
 def is_agreed(text: str) -> bool:
-    """Whether every character of ``text`` is in `AGREED`."""
+    """Whether every character of ``text`` is in `AGREED`, and its length below `LONGEST`."""
     if text.isascii():
-        return "\x7f" not in text
+        return len(text) < LONGEST and "\x7f" not in text
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return bool(_IS_AGREED[points].all())
+    return bool(_IS_AGREED[points].all()) and len(text.encode("utf-8")) < LONGEST
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -119,7 +119,7 @@ def train(
     total = full if steps is None else steps
     tokenizer = load_tokenizer(encoder, recipe.max_length)
     with _deterministic(recipe.seed, device):
-        model = load_model(encoder, "cross-encoder", torch.float32, "sdpa", new_head=True).to(device).train()
+        model = load_model(encoder, "cross-encoder", torch.float32, None, new_head=True).to(device).train()
         optimizer = torch.optim.AdamW(_parameter_groups(model, recipe))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _rate(total, recipe.warmup))
         batches = _batches(dataset, pools, recipe)
@@ -205,9 +205,12 @@ def _loss(
 ) -> torch.Tensor:
     pairs = [(group.query, passage) for group in groups for passage in group.passages]
     tokens = tokenizer.pairs([query for query, _ in pairs], [passage for _, passage in pairs])
-    batch = torch.from_numpy(tokens.padded(np.arange(len(pairs)), tokenizer.pad_id)).to(device)
+    ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(pairs)), tokenizer.pad_id)).to(device)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = types
     with torch.autocast("cuda", torch.bfloat16, enabled=device.startswith("cuda")):
-        output = model(input_ids=batch[0], token_type_ids=batch[1], attention_mask=batch[2])
+        output = model(**inputs)
     logits = output.logits.float().view(len(groups), -1)  # [groups, passages of a group]
     first = torch.zeros(len(groups), dtype=torch.int64, device=device)
     relevant = torch.nn.functional.one_hot(first, logits.shape[1]).float()

@@ -84,6 +84,25 @@ def device_for(machine_name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+_COMPUTE_CAPABILITIES = {"cpu": 0, "h200": 90}
+"""Of the machines whose name says what they are."""
+
+
+def compute_capability(machine_name: str) -> int:
+    """Compute capability, times ten, of the device that figures of ``machine_name`` are taken on; 0: a CPU.
+
+    The same wherever it is asked for ``cpu`` and ``h200``; for any other name that of the CUDA device here.
+    """
+    if machine_name in _COMPUTE_CAPABILITIES:
+        return _COMPUTE_CAPABILITIES[machine_name]
+    if device_for(machine_name) == "cpu":
+        return 0
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def require_machine(machine_name: str) -> None:
     """Refuse to write figures of ``machine_name`` on another machine.
 

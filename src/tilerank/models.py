@@ -117,6 +117,18 @@ def describe(path: Path) -> ModelDescription:
     )
 
 
+def head_dim(path: Path) -> int:
+    """Columns of an attention head of the model in folder ``path``; `TilerankError` where its config.json does not
+    say."""
+    config = _Settings.of(path / "config.json")
+    if own := config.get("head_dim", int):
+        return own
+    width, heads = config.get("hidden_size", int), config.get("num_attention_heads", int)
+    if not width or not heads:
+        raise TilerankError(f"{path}/config.json has no head_dim, and no hidden_size with num_attention_heads")
+    return width // heads
+
+
 def file_sha256(path: Path) -> str:
     """Hexadecimal sha256 of a file."""
     with path.open("rb") as stream:

@@ -236,20 +236,26 @@ class _Template:
 
     def assemble(self, texts: list[list[np.ndarray]], truncated: np.ndarray) -> Tokens:
         """``texts[k][i]`` is the k-th text of sequence i, already cut."""
-        counts = np.array([[len(ids) for ids in rows] for rows in texts], dtype=np.int64).reshape(len(texts), -1)
-        widest = int(counts.max(initial=0))
-        constant = [np.full(widest, kind, dtype=np.int32) for kind in self.text_types]
-        ids: list[np.ndarray] = []
-        types: list[np.ndarray] = []
-        for row in zip(*texts, strict=True):
-            for k, text in enumerate(row):
-                ids += (self.gaps[k], text)
-                types += (self.gap_types[k], constant[k][: len(text)])
-            ids.append(self.gaps[-1])
-            types.append(self.gap_types[-1])
-        empty = np.zeros(0, dtype=np.int32)
+        number = len(truncated)
+        # The ids, and how long a run of which type: of one special token, or of a text.
+        ids: list[list[np.ndarray]] = []
+        kinds: list[int] = []
+        runs: list[np.ndarray] = []
+        for k, (gap, gap_types) in enumerate(zip(self.gaps, self.gap_types, strict=True)):
+            ids.append([gap] * number)
+            kinds += gap_types.tolist()
+            runs += [np.ones(number, dtype=np.int64)] * len(gap)
+            if k < len(texts):
+                ids.append(texts[k])
+                kinds.append(self.text_types[k])
+                runs.append(_counts(texts[k]))
+        counts = np.stack(runs, axis=1)
+        parts = [part for row in zip(*ids, strict=True) for part in row]
         return Tokens(
-            np.concatenate(ids or [empty]), np.concatenate(types or [empty]), counts.sum(0) + self.specials, truncated
+            np.concatenate(parts or [np.zeros(0, dtype=np.int32)]),
+            np.repeat(np.tile(np.array(kinds, dtype=np.int32), number), counts.reshape(-1)),
+            counts.sum(1),
+            truncated,
         )
 
 

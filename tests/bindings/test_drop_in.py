@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_models import WORDS, write_tiny_bert
+from tiny_models import WORDS, write_own_attention, write_tiny_bert
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import tilerank
@@ -20,6 +20,7 @@ from tilerank.bench import drop_in
 from tilerank.bench.rerank import Call, RerankSetup
 from tilerank.bench.timing import Row
 from tilerank.config import load_settings
+from tilerank.errors import TilerankError
 from tilerank.kernels import huggingface
 from tilerank.quality import Task
 from tilerank.types import Pool
@@ -180,6 +181,24 @@ def test_stage_records_correctness_and_no_time(stage, capsys):
     assert record["drop_in"]["fp32"]["timed"] is False
     assert "failure" not in record["drop_in"]["fp32"]
     assert "FAIL" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_a_model_that_computes_attention_by_itself_is_no_drop_in(setup, stage, capsys, tmp_path, family):
+    """transformers keeps its own attention when another is set: it must not be recorded as ours."""
+    folder = write_own_attention(tmp_path / "models" / "tiny", setup.path, family)
+    own = replace(setup, path=folder, kind="cross-encoder", max_length=64)
+    reason = f"{family}ForSequenceClassification computes attention by itself: there is nothing to swap"
+    assert drop_in.refusal(own) == reason
+    with pytest.raises(TilerankError, match=reason):
+        drop_in.scorers(own, "fp32")
+    run(stage)
+    assert recorded(stage)["drop_in"] == {"fp32": {"timed": False, "failure": reason}}
+    assert f"integrate_hf: fp32: FAIL ({reason})" in capsys.readouterr().out
+
+
+def test_a_model_whose_attention_is_called(setup):
+    assert drop_in.refusal(setup) is None
 
 
 def test_stage_tells_a_failure(stage, monkeypatch, capsys):

@@ -8,22 +8,26 @@ import os
 import stat
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import write_own_attention, write_tiny_bert
 
 from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
-from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, RerankSetup
+from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, ErrorLimits, ErrorLog, RerankSetup
 from tilerank.bench.timing import Row
 from tilerank.errors import TilerankError
 from tilerank.profiling import NsysError, run_nsys
 from tilerank.quality import Task
+from tilerank.reranker import Reranker
 from tilerank.token_cache import write_tokens
-from tilerank.tokenization import load_tokenizer
+from tilerank.tokenization import Tokens, load_tokenizer
 
 WORDS = ("does", "aspirin", "reduce", "fever", "in", "adults", "the", "of", "with", "infection", "heart", "risk")
 QUERY = "does aspirin reduce fever"
@@ -93,6 +97,24 @@ def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
     np.testing.assert_allclose(many.score_pairs(pairs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_peers_of_a_model_that_has_no_sdpa(tmp_path: Path, family: str):
+    path = write_own_attention(tmp_path / "own", write_tiny_bert(tmp_path / "bert"), family)
+    exact, *found = (
+        scorer(path, "cross-encoder", precision, "cpu", 48, batch_size=2).score(QUERY, PASSAGES)
+        for scorer, precision in [(HuggingFaceScorer, "fp64"), *((each, "fp32") for each in SCORERS)]
+    )
+    for scores in found:
+        np.testing.assert_allclose(scores, exact, atol=5e-5, rtol=0)
+
+
+def test_peers_of_a_model_that_has_sdpa_run_it(model: tuple[Path, str]):
+    scorer = HuggingFaceScorer(*model, "fp32", "cpu", 48)
+    assert scorer._model.config._attn_implementation == "sdpa"
+    theirs = SentenceTransformersScorer(*model, "fp32", "cpu", 48)._model
+    assert next(iter(theirs.modules())).transformers_model.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_peers_refuse_what_they_cannot_run(model: tuple[Path, str], scorer: type):
     path, kind = model
@@ -120,24 +142,37 @@ def token_cache(setup: RerankSetup, folder: Path) -> Path:
     return folder / "passages.tokens"
 
 
+def bench_precision(setup: RerankSetup, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
+    reference = rerank.reference_scores(setup, calls)
+    limits = rerank.error_limits(setup, "fp32", calls, reference)
+    return rerank.bench_precision(setup, "fp32", calls, reference, limits, rounds)
+
+
+def bench_steps(setup: RerankSetup, precision: str, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
+    reference = rerank.reference_scores(setup, calls)
+    limits = rerank.error_limits(setup, precision, calls, reference)
+    return rerank.bench_steps(setup, precision, calls, reference, limits, rounds)
+
+
 def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(rerank.BATCH_SIZES, "cpu", (2, 4))
     setup = replace(setup_of(model), token_cache=token_cache(setup_of(model), tmp_path))
     calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
-    record = rerank.bench_precision(setup, "fp32", calls, rerank.reference_scores(setup, calls), rounds=3)
+    record = bench_precision(setup, calls, rounds=3)
     assert "failures" not in record
     assert record["repetitions"] == 6
     assert 0 < record["p10_ms"] <= record["ms"] <= record["p90_ms"]
     assert record["cached_ms"] > 0
     for name in (OURS, CACHED, CROSS_ENCODER, TUNED):
         assert record["max_abs_error"][name] <= record["tolerance"]
+        assert 0 < record["rms_error"][name] <= min(record["rms_tolerance"], record["max_abs_error"][name])
     for name in (CROSS_ENCODER, TUNED):
         assert record["batch_sizes"][name] in (2, 4)
         assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
     assert (record["host_path"], record["attention"], record["tokenizer"]) == ("prepacked", "sdpa", "tokenizers")
     json.dumps(record, allow_nan=False)
     padded, alone = replace(setup, host_path="padded", token_cache=None), calls[:1]
-    named = rerank.bench_precision(padded, "fp32", alone, rerank.reference_scores(setup, alone), rounds=1)
+    named = bench_precision(padded, alone, rounds=1)
     assert named["host_path"] == "padded"
     assert "cached_ms" not in named
 
@@ -145,14 +180,13 @@ def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch,
 def test_steps_of_the_host_path(model: tuple[Path, str], tmp_path: Path):
     setup = replace(setup_of(model), token_cache=token_cache(setup_of(model), tmp_path))
     calls = (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
-    reference = rerank.reference_scores(setup, calls)
-    steps = rerank.bench_steps(setup, "fp32", calls, reference, rounds=2)
+    steps = bench_steps(setup, "fp32", calls, rounds=2)
     assert list(steps) == ["padded", "fast_tokens", "packed", "prepacked", "cached"]
     for step in steps.values():
         assert 0 < step["p10_ms"] <= step["ms"] <= step["p90_ms"]
         assert all(step[f"{phase}_ms"] > 0 for phase in rerank.PHASES)
         assert step["forward_ms"] > step["scores_ms"]
-    half = rerank.bench_steps(replace(setup, token_cache=None), "bf16", calls, reference, rounds=1)
+    half = bench_steps(replace(setup, token_cache=None), "bf16", calls, rounds=1)
     assert list(half) == ["padded", "fast_tokens", "packed"]
     json.dumps(steps, allow_nan=False)
 
@@ -163,9 +197,7 @@ def test_a_wrong_step_has_no_time(model: tuple[Path, str], monkeypatch: pytest.M
     monkeypatch.setattr(
         rerank, "score", lambda ours, call: right(ours, call) + (0.1 if ours.host_path.name == "packed" else 0)
     )
-    steps = rerank.bench_steps(
-        setup, "fp32", [Call(QUERY, PASSAGES)], rerank.reference_scores(setup, [Call(QUERY, PASSAGES)]), 1
-    )
+    steps = bench_steps(setup, "fp32", (Call(QUERY, PASSAGES),), rounds=1)
     assert "above" in steps["packed"]["failure"]
     assert "ms" not in steps["packed"]
     assert steps["prepacked"]["ms"] > 0
@@ -186,7 +218,16 @@ def test_forward_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
     assert set(record["max_abs_error"]) == {"tilerank", "packed_library", "transformers_sdpa"}
     for name in ("packed_library", "transformers_sdpa"):
         assert record[f"speedup_vs_{name}"] == pytest.approx(record[f"{name}_ms"] / record["ms"])
-    monkeypatch.setattr(forward, "_packed", lambda *_: lambda: torch.full((4, 1), float("nan")))
+    assert record["rms_error"]["tilerank"] < record["max_abs_error"]["tilerank"] < record["tolerance"]
+    right = Reranker.forward_of
+
+    def wrong_for_others(ours: Reranker, tokens: Tokens) -> Callable[[], torch.Tensor]:
+        """Right for what is timed, but not for every list of ids."""
+        run = right(ours, tokens)
+        is_timed = np.array_equal(tokens.ids, forward.seed_tokens(17, forward.SEED_LENGTHS).ids[: len(tokens.ids)])
+        return run if is_timed else lambda: run() + 1
+
+    monkeypatch.setattr(Reranker, "forward_of", wrong_for_others)
     wrong = forward.bench_forward(setup_of(model), "fp32", warmup=0, rounds=1)
     assert set(wrong["failures"]) == {"tilerank", "packed_library"}
     assert not {"ms", "packed_library_ms", "speedup_vs_transformers_sdpa"} & set(wrong)
@@ -208,29 +249,58 @@ def test_a_wrong_reranker_has_no_time(model: tuple[Path, str], monkeypatch: pyte
     monkeypatch.setitem(rerank.BATCH_SIZES, "cpu", (4,))
     setup = setup_of(model)
     calls = (Call(QUERY, PASSAGES),)
-    reference = rerank.reference_scores(setup, calls)
     right = rerank.score
     monkeypatch.setattr(rerank, "score", lambda ours, call: right(ours, call)[::-1])
-    record = rerank.bench_precision(setup, "fp32", calls, reference, rounds=2)
+    record = bench_precision(setup, calls, rounds=2)
     assert "above" in record["failures"][OURS]
     assert not {"ms", "p90_ms", "speedup_vs_tuned_peer"} & set(record)
     assert record["tuned_peer_ms"] > 0
+
+
+def log_of(*errors: list[float]) -> ErrorLog:
+    log = ErrorLog()
+    for one in errors:
+        log.against(np.zeros(len(one)))(np.array(one))
+    return log
 
 
 def test_summarise_pools_calls_and_names_noise():
     def rows(name: str, *seconds: tuple[float, ...]) -> list[Row]:
         return [Row(name, times, error=1e-6, tolerance=1e-5) for times in seconds]
 
-    record = rerank.summarise(
-        {
-            OURS: rows(OURS, (0.1, 0.1), (0.3, 0.3)),
-            CROSS_ENCODER: rows(CROSS_ENCODER, (0.4, 0.4), (0.8, 0.8)),
-            TUNED: rows(TUNED, (0.05, 0.2), (0.1, 0.9)),
-        }
-    )
+    seconds = {
+        OURS: rows(OURS, (0.1, 0.1), (0.3, 0.3)),
+        CROSS_ENCODER: rows(CROSS_ENCODER, (0.4, 0.4), (0.8, 0.8)),
+        TUNED: rows(TUNED, (0.05, 0.2), (0.1, 0.9)),
+    }
+    logs = {name: log_of([1e-6, -1e-6], [0, 0]) for name in seconds}
+    record = rerank.summarise(seconds, logs, ErrorLimits(1e-5, 1e-6))
     assert record["ms"] == pytest.approx(200)
     assert record["speedup_vs_cross_encoder"] == pytest.approx(3)
     assert record["noise"] == ["speedup_vs_tuned_peer"]
+    assert record["rms_error"][OURS] == pytest.approx(1e-6 / 2**0.5)
+    # Off everywhere, and nowhere by much.
+    logs[TUNED] = log_of([4e-6] * 4)
+    record = rerank.summarise(seconds, logs, ErrorLimits(1e-5, 1e-6))
+    assert list(record["failures"]) == [TUNED]
+    assert "4e-06 (root mean square) against float64 is above 1e-06" in record["failures"][TUNED]
+    assert "tuned_peer_ms" not in record
+
+
+def test_limits_are_twice_the_unmodified_model_s_errors_over_all_calls():
+    exact = [np.zeros(4), np.zeros(2)]
+    scores = [np.array([0.3, -0.5, 0, 0]), np.array([0, 0.1])]
+    limits = ErrorLimits.of("bf16", scores, exact)
+    assert limits.largest == pytest.approx(1.0)
+    assert limits.rms == pytest.approx(2 * (0.35 / 6) ** 0.5)
+    assert ErrorLimits.of("bf16", exact, exact) == ErrorLimits(0.1, 0.025)  # exact by luck
+    log = ErrorLog()
+    assert log.against(exact[1])(np.array([0.9, 0])) == pytest.approx(0.9)
+    assert "above" in log.failure(limits)  # 0.9 is allowed, 0.64 on average is not
+    few = log_of([0.9, *[0.0] * 9])
+    assert few.failure(limits) is None
+    for wrong in ([1.1, *[0.0] * 99], [float("nan"), *[0.0] * 99]):
+        assert "above" in log_of(wrong).failure(limits)
 
 
 def test_the_quickest_batch_size_is_taken():

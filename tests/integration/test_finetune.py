@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import WORDS, write_tiny_bert
+from tiny_models import WORDS, write_own_attention, write_tiny_bert
 
 import stages.finetune as stage_module
 from stages._run import Stage
@@ -156,6 +156,16 @@ def test_gradients_do_not_depend_on_how_many_groups_are_computed_at_once(
     assert total == pytest.approx(together.item(), rel=1e-5)
     for parameter, gradient in zip(model.parameters(), apart, strict=True):
         np.testing.assert_allclose(gradient, parameter.grad, atol=1e-5 * float(parameter.grad.abs().max() + 1))
+
+
+@pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
+def test_an_encoder_that_has_no_sdpa_can_be_trained(encoder: Path, tmp_path: Path, family: str) -> None:
+    dataset, pools = _dataset()
+    folder = write_own_attention(tmp_path / family, encoder, family)
+    before = finetune.load_model(folder, "cross-encoder", torch.float32, None)
+    after = finetune.train(folder, dataset, pools, RECIPE, "cpu", steps=1)
+    changed = [not torch.equal(*pair) for pair in zip(before.parameters(), after.parameters(), strict=True)]
+    assert np.mean(changed) > 0.8
 
 
 def test_a_loss_that_is_no_number_stops(encoder: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from tiny_models import WORDS, merge_json, write_tiny_bert
+from tiny_models import WORDS, merge_json, write_own_attention, write_tiny_bert
 
 import tilerank
 from tilerank import Reranker
@@ -471,23 +471,7 @@ def test_a_registered_variant_is_used(tiny: Path, reranker: Reranker) -> None:
 
 @pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
 def test_a_model_that_computes_attention_by_itself(tiny: Path, tmp_path: Path, family: str) -> None:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=66,
-        initializer_range=0.5,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
-    )
-    tokenizer.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    getattr(transformers, f"{family}ForSequenceClassification")(config).save_pretrained(tmp_path)
+    write_own_attention(tmp_path, tiny, family)
     pairs = [(QUERY, passage) for passage in [*_passages(6), ""]]
     theirs = CrossEncoder(str(tmp_path), device="cpu", max_length=64)
     expected = theirs.predict(pairs, activation_fn=torch.nn.Identity())

@@ -135,10 +135,11 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return worst if math.isfinite(worst) else math.inf
 
 
-def sum_floor(head_dim: int) -> float:
+def sum_floor(head_dim: int, keys: int = 0) -> float:
     """Error allowed where SDPA is nearly exact by luck, for sums kept in fp32: their last two bits, and the rounding of
-    a score summed one term after another, which grows with the square root of the terms (SDPA sums in blocks)."""
-    return torch.finfo(torch.float32).eps * (2 + math.sqrt(head_dim) / 2)
+    a score of ``head_dim`` terms and of a row of ``keys`` weights that are summed one after another, which grows with
+    the square root of the terms (SDPA sums in blocks)."""
+    return torch.finfo(torch.float32).eps * (2 + math.sqrt(head_dim) / 2 + math.sqrt(keys) / 4)
 
 
 def assert_close(
@@ -166,7 +167,7 @@ def assert_close(
     if actual.numel() == 0:
         return
     largest = torch.where(v.isfinite(), v, 0.0).abs().max().item() if v.numel() else 0.0
-    floor = 0.0 if strict else sum_floor(q.shape[-1]) * min(1.0, largest)
+    floor = 0.0 if strict else sum_floor(q.shape[-1], k.shape[-2]) * min(1.0, largest)
     allowed = 2 * own + torch.finfo(q.dtype).eps * expected.abs() + floor
     excess = ((actual.double() - expected).abs() - allowed).max().item()
     found = error(actual, expected)

@@ -41,6 +41,25 @@ def test_the_example_in_c_compiles_without_a_warning_and_runs(repository: Path, 
     assert lines[7] == "head_dim 512: status 1, head_dim is 512; allowed: 1 to 256"
 
 
+def test_the_example_of_the_block_in_c_gives_what_can_be_worked_out_by_hand(repository: Path, tmp_path: Path) -> None:
+    built = build.build(build.Target("cpu"))
+    shutil.copy(built.path, tmp_path / "libtilerank.so")
+    source = repository / "cuda" / "examples" / "fused_attention.c"
+    program = compiled(source, tmp_path / "example", repository, f"-L{tmp_path}", "-ltilerank", "-lm")
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    answer = subprocess.run([program], capture_output=True, text=True, env=environment, check=False)
+    lines = answer.stdout.splitlines()
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    # The normalised first token, (c - 2.5) / sqrt(1.25), is all that the second sequence sees.
+    assert lines[3:6] == [f"out[1][{row}] = -1.3416 -0.4472 0.4472 1.3416" for row in range(3)]
+    rows = [[float(number) for number in line.split("=")[1].split()] for line in lines[:3]]
+    for row in rows:  # tokens 0 and 2 are alike and token 1 is their opposite: each row is a part of the first token
+        assert all(abs(number) <= 1.3416 for number in row)
+        assert row[0] == -row[3]
+    assert rows[0] == rows[2] != rows[1]
+    assert lines[6] == "num_heads 0: status 1, num_heads is 0; it must be 1 or more"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

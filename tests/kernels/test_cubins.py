@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,8 +68,35 @@ def test_the_source_digest_follows_the_rows_own_text(tmp_path: Path) -> None:
     before = cubins.source_digest(naive, source)
     (source / "attention" / "reference.cc").open("a").write("// another row's\n")
     assert cubins.source_digest(naive, source) == before
+    (source / "common" / "wgmma.cuh").open("a").write("// a header that the row does not include\n")
+    assert cubins.source_digest(naive, source) == before
     (source / "common" / "attention.cuh").open("a").write("// shared\n")
     assert cubins.source_digest(naive, source) != before
+
+
+def test_a_row_is_compiled_from_its_file_and_all_that_it_includes(tmp_path: Path) -> None:
+    found = cubins.sources_of(registry.get("split_warpgroups"))
+    assert {"attention/22_split_warpgroups.cu", "common/balanced.cuh", "common/device.h", "include/tilerank.h"} <= {
+        *found
+    }
+    assert "common/device_cuda.inl" in found
+    assert not [name for name in found if name.startswith("attention/") and name != "attention/22_split_warpgroups.cu"]
+    assert list(found) == sorted(found)
+
+
+@needs_nvcc
+def test_no_header_is_missed() -> None:
+    """As the compiler itself lists them."""
+    source = registry.cuda_dir()
+    for row in registry.attention_rows():
+        if row.name not in ("naive", "persistent", "split_warpgroups"):
+            continue
+        command = [str(build.find_nvcc()), "-std=c++17", "-I.", "-Iinclude", "-MM", row.file]
+        listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True).stdout
+        names = {Path(name).as_posix() for name in listed.replace("\\\n", " ").split(":", 1)[1].split()}
+        own = {os.path.relpath(source / name, source) for name in names if not name.startswith("/usr")}
+        own = {name for name in own if not name.startswith("..")}
+        assert own <= set(cubins.sources_of(row)), row.name
 
 
 @needs_nvcc

@@ -259,6 +259,7 @@ PADDED_REFUSALS = [
     ("causal", 2, "causal is 2; allowed: 0, 1"),
     ("scale", float("nan"), "scale is nan; it must be finite"),
     ("scale", float("inf"), "scale is inf; it must be finite"),
+    ("scale", -1e39, "scale is -1e+39; it must be finite in fp32, in which kernels compute"),
     ("q", None, "q is NULL"),
     ("k", None, "k is NULL"),
     ("v", None, "v is NULL"),

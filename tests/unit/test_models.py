@@ -260,3 +260,16 @@ def test_nothing_here_imports_torch(repository: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(repository / "src")}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("said", "columns"),
+    [({"hidden_size": 384, "num_attention_heads": 12}, 32), ({"head_dim": 64, "hidden_size": 384}, 64)],
+)
+def test_columns_of_a_head_are_read_or_worked_out(tmp_path: Path, said: dict[str, int], columns: int) -> None:
+    assert models.head_dim(_folder(tmp_path / "m", {**CROSS, **said})) == columns
+
+
+def test_a_model_that_does_not_say_how_wide_a_head_is_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TilerankError, match=r"m/config\.json has no head_dim"):
+        models.head_dim(_folder(tmp_path / "m", {**CROSS, "hidden_size": 384}))

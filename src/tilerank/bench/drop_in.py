@@ -28,6 +28,8 @@ from tilerank.amdahl import amdahl
 from tilerank.bench.peers import HuggingFaceScorer
 from tilerank.bench.rerank import ERROR_FLOORS, Call, RerankSetup, reference_scores
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
+from tilerank.errors import TilerankError
+from tilerank.kernels.huggingface import calls_interface
 from tilerank.quality import Task, quality_record, score_task
 
 IMPLEMENTATION = "tilerank_drop_in"
@@ -44,11 +46,14 @@ CHECK_MAX_LENGTH = 96
 class DropInScorer(HuggingFaceScorer):
     """`HuggingFaceScorer` after ``model.set_attn_implementation``: same weights, tokenizer, padding and batches.
 
-    variant: a row of the registry, or auto. The other arguments are the parent's.
+    variant: a row of the registry, or auto. The other arguments are the parent's. Raises `TilerankError` for a model
+    that computes attention by itself: transformers would go on with that, and nothing would be swapped.
     """
 
     def __init__(self, *args: Any, variant: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if reason := _refusal(type(self._model)):
+            raise TilerankError(reason)
         tilerank.register(IMPLEMENTATION, variant)
         self._model.set_attn_implementation(IMPLEMENTATION)
 
@@ -82,6 +87,22 @@ def attention_time(run: Callable[[], Any], operator: str) -> AttentionTime:
 
 def _kernels(event: Any) -> list[Any]:
     return [*event.kernels, *itertools.chain.from_iterable(_kernels(child) for child in event.cpu_children)]
+
+
+def refusal(setup: RerankSetup) -> str | None:
+    """Why the model's attention cannot be swapped, or None when it can. Reads no weights."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(setup.path, local_files_only=True)
+    is_classifier = setup.kind == "cross-encoder"
+    family = transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModel
+    return _refusal(family._model_mapping[type(config)])
+
+
+def _refusal(model: type[torch.nn.Module]) -> str | None:
+    if calls_interface(model):
+        return None
+    return f"{model.__name__} computes attention by itself: there is nothing to swap"
 
 
 def scorers(setup: RerankSetup, precision: str) -> tuple[HuggingFaceScorer, DropInScorer]:

@@ -1,9 +1,9 @@
 """The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same from a library's
 parts, and transformers' padded model.
 
-On a GPU the library's is `packed_library`: compiled, in a CUDA graph; where that does not serve it is
-transformers' model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches
-count where they set the pace. The model's limit cuts the lengths.
+On a GPU the library's is `packed_library`: compiled, in a CUDA graph; where that does not serve it is transformers' model
+on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count where they set the
+pace. The model's limit cuts the lengths.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ import torch
 from tilerank import packing
 from tilerank.bench.floors import Rates, measured_rates
 from tilerank.bench.forward_parts import Sizes, floors, parts_record
-from tilerank.bench.packed_library import captured
+from tilerank.bench.packed_library import CapturedLibrary
 from tilerank.bench.peers import DTYPES, HuggingFaceScorer, arithmetic
-from tilerank.bench.rerank import ERROR_FLOORS, RerankSetup, make_reranker
+from tilerank.bench.rerank import ErrorLimits, ErrorLog, RerankSetup, error_record, make_reranker
 from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
 from tilerank.bench.workloads import SEED_LENGTHS, Workload
 from tilerank.encoder import PackedEncoder
@@ -35,6 +35,11 @@ OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
 SHORT = "packed_library_first_tokens"
 """The library's pass with this project's own short cut, so that it is known what the rest is worth."""
 WARMUP, ROUNDS = 5, 40
+DRAWS = 8
+"""Lists of ids whose scores are judged."""
+
+System: TypeAlias = Callable[[Tokens], Callable[[], torch.Tensor]]
+"""Puts tokens on the device and returns what runs the model over them: logits ``[n]`` or vectors ``[n, d]``."""
 
 
 def seed_tokens(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Tokens:
@@ -50,34 +55,46 @@ def seed_tokens(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> Token
 def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, rounds: int = ROUNDS) -> dict[str, Any]:
     """``forward.<precision>``: medians in ms and how many times sooner ours ends than each of the others.
 
-    A pass whose logits (vectors) are wrong has no time; ``failures`` says why. A ratio below the spread is listed under
+    A pass whose logits (vectors) are wrong has no time; ``failures`` says why. They are judged over `DRAWS` lists of
+    ids (see `tilerank.bench.rerank.ErrorLimits`), the first of which is timed. A ratio below the spread is listed under
     ``noise``.
     """
     description = describe(setup.path)
     limit = min(setup.max_length, description.own_max_length or setup.max_length)
-    tokens = seed_tokens(description.vocabulary_size or 1000, [min(count, limit) for count in SEED_LENGTHS])
-    exact = _padded(setup, "fp64", tokens)()
-    runs = {OURS: _packed(setup, precision, tokens), TRANSFORMERS: _padded(setup, precision, tokens)}
+    lengths = [min(count, limit) for count in SEED_LENGTHS]
+    draws = [seed_tokens(description.vocabulary_size or 1000, lengths, seed) for seed in range(DRAWS)]
+    systems: dict[str, System] = {
+        OURS: make_reranker(setup, precision).forward_of,
+        TRANSFORMERS: _padded(setup, precision),
+    }
     if _can_compile(setup):
-        runs[LIBRARY] = _compiled(setup, precision, tokens, first_only=False)
-        runs[SHORT] = _compiled(setup, precision, tokens, first_only=True)
+        systems[LIBRARY] = _compiled(setup, precision, first_only=False)
+        systems[SHORT] = _compiled(setup, precision, first_only=True)
     else:
-        runs[LIBRARY] = _packed(replace(setup, attention="sdpa", host_path="packed"), precision, tokens)
+        systems[LIBRARY] = make_reranker(replace(setup, attention="sdpa", host_path="packed"), precision).forward_of
+    exact = _scores(_padded(setup, "fp64"), draws)
+    found = {name: _scores(system, draws) for name, system in systems.items()}
+    limits = ErrorLimits.of(precision, found[TRANSFORMERS], exact)
+    logs = {name: ErrorLog() for name in systems}
+    for name, scores in found.items():
+        for ours, truth in zip(scores, exact, strict=True):
+            logs[name].against(truth)(ours)
 
-    def error(found: torch.Tensor) -> float:
-        return float((found.double() - exact).abs().max())
+    def error(scores: torch.Tensor, log: ErrorLog) -> float:
+        return log.against(exact[0])(_on_host(scores))
 
-    tolerance = max(2 * error(runs[TRANSFORMERS]()), ERROR_FLOORS[precision])
-    cases = [Case(name, run, error, tolerance) for name, run in runs.items()]
+    cases = [
+        Case(name, system(draws[0]), partial(error, log=logs[name]), limits.largest) for name, system in systems.items()
+    ]
     rows = measure(cases, WallClock(setup.device), warmup=warmup, rounds=rounds, description=f"forward {precision}")
-    record: dict[str, Any] = {"max_abs_error": {row.name: row.error for row in rows if np.isfinite(row.error)}}
-    if failures := {row.name: row.failure for row in rows if row.failure}:
+    record = {**error_record(logs), "tolerance": limits.largest, "rms_tolerance": limits.rms}
+    if failures := {name: reason for name, log in logs.items() if (reason := log.failure(limits))}:
         record["failures"] = failures
-    ours, *_ = spreads = [row.spread for row in rows]
+    ours, *theirs = (None if row.name in failures else row.spread for row in rows)
     if ours is not None:
         record |= {"ms": 1e3 * ours.median, "p10_ms": 1e3 * ours.p10, "p90_ms": 1e3 * ours.p90}
     compared: dict[str, Ratio] = {}
-    for name, spread in zip(list(runs)[1:], spreads[1:], strict=True):
+    for name, spread in zip(list(systems)[1:], theirs, strict=True):
         if spread is not None:
             record[f"{name}_ms"] = 1e3 * spread.median
             if ours is not None:
@@ -85,14 +102,17 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     record |= {key: found.value for key, found in compared.items()}
     if noise := [key for key, found in compared.items() if found.is_noise]:
         record["noise"] = noise
-    if parts := _parts(setup, precision, tokens):
+    if parts := _parts(setup, precision, draws[0]):
         record["parts"] = parts
     return record
 
 
-def _packed(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
-    reranker = make_reranker(setup, precision)
-    return reranker.forward_of(tokens)
+def _scores(system: System, draws: Sequence[Tokens]) -> list[np.ndarray]:
+    return [_on_host(system(draw)()) for draw in draws]
+
+
+def _on_host(scores: torch.Tensor) -> np.ndarray:
+    return scores.double().cpu().numpy()
 
 
 def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any] | None:
@@ -122,21 +142,33 @@ def _can_compile(setup: RerankSetup) -> bool:
     return setup.device == "cuda" and is_bert and importlib.util.find_spec("triton") is not None
 
 
-def _compiled(setup: RerankSetup, precision: str, tokens: Tokens, *, first_only: bool) -> Callable[[], torch.Tensor]:
-    shape = (int(tokens.lengths.sum()), len(tokens.lengths))
-    values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
-    rows = np.arange(len(tokens.lengths))
-    packing.fill(values.numpy(), tokens, rows, shape, with_types=True, positions_from=0)
-    batch = PackedBatch(values.to(setup.device), *shape, *shape, int(tokens.lengths.max()))
+def _compiled(setup: RerankSetup, precision: str, *, first_only: bool) -> System:
     model = load_model(setup.path, setup.kind, DTYPES[precision], "sdpa").to(setup.device)
-    with arithmetic(precision):
-        return captured(model, batch, first_only=first_only)
+    library: list[CapturedLibrary] = []
+
+    def forward_of(tokens: Tokens) -> Callable[[], torch.Tensor]:
+        shape = (int(tokens.lengths.sum()), len(tokens.lengths))
+        values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
+        rows = np.arange(len(tokens.lengths))
+        packing.fill(values.numpy(), tokens, rows, shape, with_types=True, positions_from=0)
+        batch = PackedBatch(values.to(setup.device), *shape, *shape, int(tokens.lengths.max()))
+        if not library:
+            with arithmetic(precision):
+                library.append(CapturedLibrary(model, batch, first_only=first_only))
+        return lambda: library[0].run(batch)
+
+    return forward_of
 
 
-def _padded(setup: RerankSetup, precision: str, tokens: Tokens) -> Callable[[], torch.Tensor]:
+def _padded(setup: RerankSetup, precision: str) -> System:
     scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
-    ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(tokens.lengths)), 0)).to(setup.device)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if describe(setup.path).uses_token_types:
-        inputs["token_type_ids"] = types
-    return lambda: scorer.forward(inputs)
+    uses_types = describe(setup.path).uses_token_types
+
+    def forward_of(tokens: Tokens) -> Callable[[], torch.Tensor]:
+        ids, types, mask = torch.from_numpy(tokens.padded(np.arange(len(tokens.lengths)), 0)).to(setup.device)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if uses_types:
+            inputs["token_type_ids"] = types
+        return lambda: scorer.forward(inputs)
+
+    return forward_of

@@ -19,6 +19,7 @@ from tilerank.bench.peers import DTYPES, arithmetic
 from tilerank.bench.timing import Case, EventClock, Row, closure_faults, measure, ratio
 from tilerank.bench.workloads import max_abs_error
 from tilerank.config import TimingSettings
+from tilerank.kernel_choices import Call
 from tilerank.kernels import build, library, registry
 
 EAGER = "sdpa math"
@@ -117,15 +118,24 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
     return out
 
 
+def call_of(shape: Shape) -> Call:
+    """The kind of call that a shape is."""
+    return Call("attention", "padded", shape.head_dim, frozenset({"causal"} if shape.causal else ()))
+
+
+def calls(on_cpu: bool) -> tuple[Call, ...]:
+    """The kinds of call that are timed, or checked on a CPU."""
+    return tuple(dict.fromkeys(map(call_of, CHECK_SHAPES if on_cpu else SHAPES)))
+
+
 def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
     """The row that ``auto`` takes for this shape on this machine."""
     sm = 0
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor
-    masks = frozenset({"causal"} if shape.causal else ())
     keys = shape.rows if shape.keys is None else shape.keys
-    request = registry.Request(device, sm, precision, shape.head_dim, "padded", keys, masks)
+    request = call_of(shape).request(sm, precision, shape.head_dim, keys)
     return registry.select(request, registry.attention_rows()).row
 
 

@@ -7,7 +7,7 @@ leaves matrix products to cuBLASLt, where `max-autotune` takes a minute to choos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
@@ -84,25 +84,31 @@ def _attention(
     return forward(*rows, None, bounds_q, bounds_k, longest_q, longest_k, 0.0, 0)[0][0]
 
 
-def captured(model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = False) -> Callable[[], torch.Tensor]:
-    """A function that runs the compiled model over ``batch`` as a CUDA graph: logits ``[sequences]``."""
-    ids, types, positions, bounds, first = batch.parts()
-    single = torch.arange(batch.sequences + 1, dtype=torch.int32, device=bounds.device)
-    arguments = (ids, types, positions, bounds, single, first.long(), batch.longest)
-    with torch.inference_mode():
-        body = torch.compile(PackedLibrary(model, first_only=first_only).eval())
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                body(*arguments)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            result = body(*arguments)
+class CapturedLibrary:
+    """The compiled model as a CUDA graph for batches of the shape, and the bounds, of ``batch``."""
 
-    def run() -> torch.Tensor:
-        graph.replay()
-        return result
+    def __init__(self, model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = False) -> None:
+        self._input = batch.values.clone()
+        self._holds = batch
+        ids, types, positions, bounds, first = replace(batch, values=self._input).parts()
+        single = torch.arange(batch.sequences + 1, dtype=torch.int32, device=bounds.device)
+        arguments = (ids, types, positions, bounds, single, first.long(), batch.longest)
+        with torch.inference_mode():
+            body = torch.compile(PackedLibrary(model, first_only=first_only).eval())
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    body(*arguments)
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=side):
+                self._result = body(*arguments)
 
-    return run
+    def run(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits ``[sequences]``, until the next call. A batch that ran last is in place already."""
+        if batch is not self._holds:
+            self._input.copy_(batch.values)
+            self._holds = batch
+        self._graph.replay()
+        return self._result

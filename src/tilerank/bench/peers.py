@@ -64,7 +64,8 @@ def _load_model(path: Path, kind: str, dtype: torch.dtype, device: str) -> torch
     import transformers
 
     family = transformers.AutoModelForSequenceClassification if kind == "cross-encoder" else transformers.AutoModel
-    model = family.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", local_files_only=True)
+    # transformers takes SDPA by itself; asked for by name, it refuses the models that compute attention otherwise.
+    model = family.from_pretrained(path, dtype=dtype, local_files_only=True)
     return model.to(device).eval()
 
 
@@ -164,7 +165,7 @@ class SentenceTransformersScorer:
         options: dict[str, Any] = {
             "device": device,
             "local_files_only": True,
-            "model_kwargs": {"dtype": dtype, "attn_implementation": "sdpa"},
+            "model_kwargs": {"dtype": dtype},
         }
         self.batch_size = batch_size
         self._precision = precision

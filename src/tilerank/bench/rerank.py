@@ -36,7 +36,7 @@ STEP_CALLS = {"cpu": 1, "cuda": 10}
 """Calls that the host paths are timed on."""
 
 # A score may be off by twice what the unmodified model is at the same precision, or by this where that model is
-# exact by luck: a few units in the last place of a logit near 10.
+# exact by luck: a few units in the last place of a logit near 10. See `ErrorLimits`.
 ERROR_FLOORS = {"fp32": 2e-5, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 OURS, CACHED, CROSS_ENCODER, TUNED = "tilerank", host_paths.CACHED, "cross_encoder", "tuned_peer"
@@ -100,15 +100,83 @@ def score_all(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> tupl
     return tuple(scorer.score(call.query, call.passages) for call in bar)
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorLimits:
+    """How far scores may be from float64's: twice as far as the unmodified model's at the same precision, the largest
+    error and the root of the mean square each over all pairs of all calls.
+
+    Not call by call: two maxima over 50 roundings each differ by more than two every now and then, whatever computed
+    them. Over all pairs both numbers hardly move, and the second sees what the first cannot: scores that are off
+    everywhere, and nowhere by much.
+    """
+
+    largest: float
+    rms: float
+
+    @classmethod
+    def of(cls, precision: str, scores: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> ErrorLimits:
+        """From the unmodified model's ``scores`` and float64's, one array ``[passages]`` a call."""
+        log = ErrorLog()
+        for found, truth in zip(scores, exact, strict=True):
+            log.against(truth)(found)
+        floor = ERROR_FLOORS[precision]
+        return cls(max(2 * log.largest, floor), max(2 * log.rms, floor / 4))
+
+
+class ErrorLog:
+    """Every error of one system's scores that was looked at."""
+
+    def __init__(self) -> None:
+        self._errors: list[np.ndarray] = []
+
+    def against(self, exact: np.ndarray) -> Callable[[np.ndarray], float]:
+        """A function that keeps the errors of scores and returns the largest (see `error_against`)."""
+
+        def error(scores: np.ndarray) -> float:
+            self._errors.append(np.abs(np.asarray(scores, dtype=np.float64) - exact))
+            return float(self._errors[-1].max())
+
+        return error
+
+    @property
+    def largest(self) -> float:
+        """NaN where an error is."""
+        return float(np.max(np.concatenate(self._errors)))
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square; NaN where an error is."""
+        return float(np.sqrt(np.mean(np.concatenate(self._errors) ** 2)))
+
+    def failure(self, limits: ErrorLimits) -> str | None:
+        """Why the system fails, or None."""
+        if not self.largest <= limits.largest:
+            return f"error {self.largest:.3g} against float64 is above {limits.largest:.3g}"
+        if not self.rms <= limits.rms:
+            return f"error {self.rms:.3g} (root mean square) against float64 is above {limits.rms:.3g}"
+        return None
+
+
+def error_limits(
+    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray]
+) -> ErrorLimits:
+    """What scores of ``calls`` are held to. reference: their `reference_scores`."""
+    return ErrorLimits.of(precision, score_all(setup, precision, calls), reference)
+
+
 def bench_precision(
-    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray], rounds: int
+    setup: RerankSetup,
+    precision: str,
+    calls: Sequence[Call],
+    reference: Sequence[np.ndarray],
+    limits: ErrorLimits,
+    rounds: int,
 ) -> dict[str, Any]:
     """Time all systems on every call, interleaved, and return the record ``rerank.<precision>``.
 
-    reference: `reference_scores` of ``calls``. Times are over all calls and rounds. A system whose scores are
-    wrong on any call has no times; ``failures`` says why.
+    reference, limits: `reference_scores` and `error_limits` of ``calls``. Times are over all calls and rounds. A system
+    whose scores are wrong has no times; ``failures`` says why.
     """
-    tolerances = _tolerances(setup, precision, calls, reference)
     reranker = make_reranker(setup, precision)
     systems: dict[str, System] = {OURS: partial(score, reranker)}
     if setup.token_cache is not None:
@@ -120,13 +188,17 @@ def bench_precision(
         systems[name] = partial(peer, batch_size=sizes[name])
     clock = WallClock(setup.device)
     rows: dict[str, list[Row]] = {name: [] for name in systems}
-    for number, (call, exact, tolerance) in enumerate(zip(calls, reference, tolerances, strict=True), start=1):
-        cases = [Case(name, partial(system, call), error_against(exact), tolerance) for name, system in systems.items()]
+    logs = {name: ErrorLog() for name in systems}
+    for number, (call, exact) in enumerate(zip(calls, reference, strict=True), start=1):
+        cases = [
+            Case(name, partial(system, call), logs[name].against(exact), limits.largest)
+            for name, system in systems.items()
+        ]
         description = f"rerank {precision}, query {number} of {len(calls)}"
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
         for row in measure(cases, clock, warmup=0, rounds=rounds, description=description):
             rows[row.name].append(row)
-    record = summarise(rows)
+    record = summarise(rows, logs, limits)
     record["batch_sizes"] = sizes
     record["host_path"], record["attention"] = reranker.host_path.name, reranker.attention
     record["tokenizer"] = reranker.tokenizer.engine
@@ -134,17 +206,6 @@ def bench_precision(
         report = reranker.encoder.graphs.report()
         record["graphs"] = {"captures": report.captures, "eager": report.eager, "waste": report.waste}
     return record
-
-
-def _tolerances(
-    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray]
-) -> list[float]:
-    """How far a score of each call may be from float64's: see `ERROR_FLOORS`."""
-    unmodified = score_all(setup, precision, calls)
-    return [
-        max(2 * float(np.abs(scores - exact).max()), ERROR_FLOORS[precision])
-        for scores, exact in zip(unmodified, reference, strict=True)
-    ]
 
 
 def make_reranker(setup: RerankSetup, precision: str, host_path: str | None = None, **options: Any) -> Reranker:
@@ -200,20 +261,17 @@ def _best_batch_size(name: str, peer: Peer, call: Call, sizes: Sequence[int], re
     return min(sizes, key=seconds.__getitem__)
 
 
-def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """The record ``rerank.<precision>`` from the rows of every system, one a call, in the same order.
+def summarise(rows: Mapping[str, Sequence[Row]], logs: Mapping[str, ErrorLog], limits: ErrorLimits) -> dict[str, Any]:
+    """The record ``rerank.<precision>`` from the rows of every system, one a call, in the same order, and its errors.
 
     A speedup whose repetition-by-repetition p10 and p90 lie on both sides of 1 is listed under ``noise``.
     """
-    failures = {
-        name: next(row.failure for row in found if row.failure)
-        for name, found in rows.items()
-        if any(row.failure for row in found)
-    }
+    failures = {name: reason for name in rows if (reason := logs[name].failure(limits))}
     seconds = {name: np.concatenate([row.seconds for row in found]) for name, found in rows.items()}
     record: dict[str, Any] = {
-        "max_abs_error": {name: max(row.error for row in found) for name, found in rows.items() if _finite(found)},
-        "tolerance": max(row.tolerance for row in rows[OURS]),
+        **error_record(logs),
+        "tolerance": limits.largest,
+        "rms_tolerance": limits.rms,
     }
     if failures:
         record["failures"] = failures
@@ -240,12 +298,22 @@ def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     return record
 
 
-def _finite(rows: Sequence[Row]) -> bool:
-    return all(np.isfinite(row.error) for row in rows)
+def error_record(logs: Mapping[str, ErrorLog]) -> dict[str, Any]:
+    """Errors by system, of those that gave numbers."""
+    finite = {name: log for name, log in logs.items() if np.isfinite(log.rms)}
+    return {
+        "max_abs_error": {name: log.largest for name, log in finite.items()},
+        "rms_error": {name: log.rms for name, log in finite.items()},
+    }
 
 
 def bench_steps(
-    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray], rounds: int
+    setup: RerankSetup,
+    precision: str,
+    calls: Sequence[Call],
+    reference: Sequence[np.ndarray],
+    limits: ErrorLimits,
+    rounds: int,
 ) -> dict[str, Any]:
     """Time the host paths of the device and of the model beside each other: ``rerank.<precision>.steps``.
 
@@ -260,12 +328,12 @@ def bench_steps(
     if setup.token_cache is not None:
         rerankers[CACHED] = make_reranker(setup, precision, host_paths.AUTO, token_cache=setup.token_cache)
     calls = calls[: STEP_CALLS[setup.device]]
-    tolerances = _tolerances(setup, precision, calls, reference[: len(calls)])
+    logs = {name: ErrorLog() for name in rerankers}
     rows: dict[str, list[Row]] = {name: [] for name in rerankers}
     phases: dict[str, list[Mapping[str, float]]] = {name: [] for name in rerankers}
-    for call, exact, tolerance in zip(calls, reference, tolerances, strict=False):
+    for call, exact in zip(calls, reference, strict=False):
         cases = [
-            Case(name, partial(score, reranker, call), error_against(exact), tolerance)
+            Case(name, partial(score, reranker, call), logs[name].against(exact), limits.largest)
             for name, reranker in rerankers.items()
         ]
         clock = WallClock(setup.device)
@@ -273,11 +341,10 @@ def bench_steps(
             rows[row.name].append(row)
         for name, reranker in rerankers.items():
             phases[name] += [time_phases(reranker, call) for _ in range(rounds)]
-    return {name: _step_record(rows[name], phases[name]) for name in rerankers}
+    return {name: _step_record(rows[name], phases[name], logs[name].failure(limits)) for name in rerankers}
 
 
-def _step_record(rows: Sequence[Row], phases: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    failure = next((row.failure for row in rows if row.failure), None)
+def _step_record(rows: Sequence[Row], phases: Sequence[Mapping[str, float]], failure: str | None) -> dict[str, Any]:
     if failure is not None:
         return {"failure": failure}
     spread = Spread.of(np.concatenate([row.seconds for row in rows]))

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -42,6 +43,8 @@ BUILD_LIMIT_S = 3600.0
 """A build that takes longer than this hangs."""
 
 LIBRARY = "libtilerank.so"
+
+CXX_NAMES = ("g++", "c++", "clang++")
 
 _BACKENDS = ("cuda", "host", "cpu")
 _NOT_SOURCES = ("tests", "examples", "bindings", "__pycache__")
@@ -140,10 +143,19 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 @cache
+def cxx_compiler() -> tuple[Path, str]:
+    """The C++ compiler and its version; `TilerankError` with what to install when there is none."""
+    compiler = next(filter(None, map(_find_program, CXX_NAMES)), None)
+    if compiler is None:
+        raise TilerankError("there is no C++ compiler: the system's package manager brings one (apt install g++)")
+    return compiler, _version(compiler).splitlines()[0]
+
+
+@cache
 def toolchain(needs_nvcc: bool) -> Toolchain:
     """The programs found on this machine; `TilerankError` with what to install when one is missing."""
     programs = {name: _find_program(name) for name in ("cmake", "ninja")}
-    programs["c++"] = next(filter(None, map(_find_program, ("g++", "c++", "clang++"))), None)
+    programs["c++"] = next(filter(None, map(_find_program, CXX_NAMES)), None)
     missing = [name for name, path in programs.items() if path is None]
     if missing:
         raise TilerankError(
@@ -173,11 +185,12 @@ def cache_dir() -> Path:
 
 
 def read_sources(source: Path) -> dict[str, bytes]:
-    """Every file below a ``cuda/`` folder that a library is made of: relative path -> content."""
+    """Every file below a ``cuda/`` folder that a library is made of: relative path -> content. Hidden files (the
+    formatter's settings) are none, and a wheel would leave them behind."""
     files = {}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
-        if path.is_file() and not set(relative.parts) & set(_NOT_SOURCES):
+        if path.is_file() and not set(relative.parts) & set(_NOT_SOURCES) and not path.name.startswith("."):
             files[relative.as_posix()] = path.read_bytes()
     return files
 
@@ -205,6 +218,60 @@ def build_id(target: Target, source: Path | None = None) -> str:
 def library_path(identity: str, cache_folder: Path | None = None) -> Path:
     """Where the library with that build id is kept."""
     return (cache_folder or cache_dir()) / f"libtilerank-{identity}.so"
+
+
+# ---- The library that a wheel brings ----
+
+MANIFEST = "manifest.json"
+
+
+def packaged_dir() -> Path:
+    """Where a wheel keeps what was built ahead of time (`python -m stages.wheel`); absent in a checkout."""
+    return Path(__file__).resolve().parent.parent / "_lib"
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A library that came with the package, built from the very sources that came with it."""
+
+    built: Built
+    target: Target
+
+    def serves(self, target: Target) -> bool:
+        """Whether it does what a build for ``target`` would: it holds the reference, and the architectures' code."""
+        if target.backend == "cpu":
+            return True
+        return self.target.backend == target.backend and set(target.archs.split(";")) <= set(
+            self.target.archs.split(";")
+        )
+
+
+def write_package(folder: Path, target: Target, *, source: Path | None = None) -> Packaged:
+    """Build the library for ``target`` into ``folder``, with a manifest that `packaged` reads. Raises as `build`."""
+    built = build(target, source=source)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LIBRARY
+    keep(built.path.read_bytes(), path)
+    record = {
+        "backend": target.backend,
+        "archs": target.archs,
+        "build_id": built.build_id,
+        "compilers": toolchain(target.backend == "cuda").versions,
+    }
+    (folder / MANIFEST).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return Packaged(Built(path, built.build_id), target)
+
+
+def packaged() -> Packaged | None:
+    """The library that came with the package; None without one, and when the sources beside it are not those that it
+    was built from (someone edited them: then the edit is what is built and run)."""
+    folder = packaged_dir()
+    if not (folder / MANIFEST).is_file():
+        return None
+    record = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    target = Target(record["backend"], record["archs"])
+    identity = _build_id(target, record["compilers"], read_sources(cuda_dir()))
+    return Packaged(Built(folder / LIBRARY, identity), target) if identity == record["build_id"] else None
 
 
 _PROBE = """
@@ -272,7 +339,7 @@ def default_target() -> Target:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Say what to do when the cache is a read-only folder, a full disk or no folder at all."""
     try:
         yield
@@ -458,7 +525,7 @@ def build(
     if result.exists():
         return Built(result, identity)
 
-    with _writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     where = (
         str(source),
@@ -471,7 +538,7 @@ def build(
     )
     tree = folder / f"tree-{digest_of(*map(str.encode, where))[:16]}"
     log = tree.with_suffix(".log")
-    with _writing(folder), _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
+    with writing(folder), _locked(tree.with_suffix(".lock"), log, wait_s) as lock:
         if result.exists():  # the builder we waited for made it
             return Built(result, identity)
         log.write_text(f"{target} {identity}\n", encoding="utf-8")
@@ -481,14 +548,19 @@ def build(
             with contextlib.closing(bar), _heartbeat(log):
                 _run_logged(_configure_command(tools, target, identity, tree), tools.nvcc, log, lock, bar)
                 _run_logged([tools.ninja, "-C", tree / "build", "tilerank"], tools.nvcc, log, lock, bar)
-        # Under a name of this process first, and on disk before it is renamed: loading half a library is a crash.
-        temporary = folder / f".{result.name}.{os.getpid()}"
-        with temporary.open("wb") as output:
-            output.write((tree / "build" / LIBRARY).read_bytes())
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(temporary, result)
+        keep((tree / "build" / LIBRARY).read_bytes(), result)
     return Built(result, identity)
+
+
+def keep(content: bytes, result: Path) -> None:
+    """Write a shared object to where it is kept: under a name of this process first, and on disk before it is renamed.
+    Loading half of one is a crash."""
+    temporary = result.with_name(f".{result.name}.{os.getpid()}")
+    with temporary.open("wb") as output:
+        output.write(content)
+        output.flush()
+        os.fsync(output.fileno())
+    os.replace(temporary, result)
 
 
 def _configure_command(tools: Toolchain, target: Target, identity: str, tree: Path) -> list[str | Path]:

@@ -8,6 +8,7 @@ fresh when only words changed.
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import re
 import shutil
 import subprocess
@@ -116,13 +117,35 @@ def compile_cubin(row: Row, arch: str, nvcc: Path, source: Path | None = None) -
         return Cubin(hashlib.sha256(cubin.read_bytes()).hexdigest(), kernels)
 
 
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+
+def sources_of(row: Row, source: Path | None = None) -> tuple[str, ...]:
+    """The files below ``source`` that a row is compiled from: its own and whatever it includes, by name.
+
+    Includes are read without a preprocessor: one that only another build takes (the host's) counts too.
+    """
+    files = build.read_sources(source or cuda_dir())
+    found: set[str] = set()
+    pending = [row.file]
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for included in _INCLUDE.findall(files[name].decode(encoding="utf-8")):
+            beside = posixpath.normpath(posixpath.join(posixpath.dirname(name), included))
+            pending += [each for each in (beside, included, f"include/{included}") if each in files][:1]
+    return tuple(sorted(found))
+
+
 def source_digest(row: Row, source: Path | None = None) -> str:
-    """Digest of the text that a row is compiled from, comments included: what is left to say without a compiler."""
+    """Digest of the text that a row is compiled from, comments included: when to compile it again, and what is left to
+    say of its code without a compiler."""
     files = build.read_sources(source or cuda_dir())
     digest = hashlib.sha256()
-    for name in sorted(files):
-        if name == row.file or name.startswith(("common/", "include/")):
-            digest.update(f"{name}\0{hashlib.sha256(files[name]).hexdigest()}\n".encode())
+    for name in sources_of(row, source):
+        digest.update(f"{name}\0{hashlib.sha256(files[name]).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 

@@ -88,8 +88,9 @@ def linear(
     """``x @ weight.T + bias``, through GELU (by the error function) where ``gelu``: ``[rows, in]`` -> ``[rows, out]``.
 
     x_exponent: with split weights x is multiplied by 2^x_exponent before it is split; nothing in it may then exceed
-    65,504. overlap: weights, bias, gamma and beta were complete before the work in front of this call on the stream, and
-    may be read while that ends. Raises `KernelError` for what the variant does not serve, ValueError for tensors that do not fit.
+    65,504. overlap: weights, bias, gamma and beta were complete before the work in front of this call on the stream,
+    and may be read while that ends. Raises `KernelError` for what the variant does not serve, ValueError for tensors
+    that do not fit.
     """
     return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, overlap, out)
 

@@ -388,11 +388,11 @@ class Library:
 
 
 def load(target: builds.Target | None = None) -> Library:
-    """The library of this installation's sources, built on first use.
+    """The library of this installation's sources: the one that came with the package, else built on first use.
 
     Args:
-        target: what it must be built for. None: the best that this machine can run (a build for every architecture
-            if the cache has one, else for the devices present; without a device, the reference).
+        target: what it must be built for. None: the best that this machine can run (the package's own, or a build for
+            every architecture, if there is one; else for the devices present; without a device, the reference).
 
     Raises:
         TilerankError: it can be neither found nor built, or is not what these sources build to.
@@ -406,12 +406,19 @@ _load_lock = threading.Lock()
 
 @cache
 def _load(target: builds.Target | None) -> Library:
-    if target is None:
-        target = builds.default_target()
-        if target.backend == "cuda":
-            complete = builds.Target("cuda", builds.ALL_ARCHS)
-            identity = builds.build_id(complete)
-            if builds.library_path(identity).exists():
-                target = complete
-    built = builds.build(target)
+    packaged = builds.packaged()
+    target = target or _best_target(packaged)
+    built = packaged.built if packaged is not None and packaged.serves(target) else builds.build(target)
     return Library(built.path, built.build_id)
+
+
+def _best_target(packaged: builds.Packaged | None) -> builds.Target:
+    target = builds.default_target()
+    if packaged is not None and target.backend == "cpu" and (capabilities := builds.present_capabilities()):
+        wanted = builds.Target("cuda", builds.archs_for(capabilities))
+        return wanted if packaged.serves(wanted) else target  # there is no nvcc, and none may be needed
+    if target.backend == "cuda" and not (packaged is not None and packaged.serves(target)):
+        complete = builds.Target("cuda", builds.ALL_ARCHS)
+        if builds.library_path(builds.build_id(complete)).exists():
+            return complete
+    return target

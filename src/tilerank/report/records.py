@@ -16,7 +16,7 @@ _LONGEST_NAME = 40
 
 SECTIONS = (
     *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "checks", "block", "bert_large", "micro"),
+    *("quality", "memory", "checks", "block", "bert_large", "micro", "tensorflow"),
 )
 """The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
 
