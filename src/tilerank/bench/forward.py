@@ -1,9 +1,9 @@
 """The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same from a library's
 parts, and transformers' padded model.
 
-On a GPU the library's is `packed_library`: compiled, in a CUDA graph; where that does not serve it is transformers' model
-on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count where they set the
-pace. The model's limit cuts the lengths.
+On a GPU the library's is `packed_library`: compiled, in a CUDA graph; where that does not serve it is transformers'
+model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count where they
+set the pace. The model's limit cuts the lengths.
 """
 
 from __future__ import annotations
