@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from tilerank.errors import TilerankError
+from tilerank.graphs import MOST_SEQUENCES
 from tilerank.kernels import registry
 from tilerank.packed_attention import PackedAttention
 from tilerank.precision import PRECISIONS
@@ -331,6 +332,8 @@ class FusedModel:
             bound = Bound.of_norm(layer.output.LayerNorm)
         self._last = _last_layer(self.parts, few, layers[-1], bound) if first_only else None
         self._head = _head(model, device, PRECISIONS[precision])
+        # The bounds of sequences of one token each, as many as a captured batch may have.
+        self._singles = torch.arange(MOST_SEQUENCES + 1, dtype=torch.int32, device=device)
 
     def __call__(self, batch: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         """See the class."""
@@ -355,10 +358,14 @@ class FusedModel:
         k, v = self._by_head(layer.kv(x), 2)
         x = x.index_select(0, first)
         (q,) = self._by_head(layer.q(x), 1)
-        single = torch.arange(len(first) + 1, dtype=torch.int32, device=x.device)
-        found = self._attend(q, k, v, single, bounds, 1, longest, self._head_dim**-0.5)
+        found = self._attend(q, k, v, self._bounds_of_singles(len(first)), bounds, 1, longest, self._head_dim**-0.5)
         x = layer.out(found.flatten(1), x)
         return layer.down(layer.up(x), x)
+
+    def _bounds_of_singles(self, sequences: int) -> torch.Tensor:
+        if sequences < len(self._singles):
+            return self._singles[: sequences + 1]
+        return torch.arange(sequences + 1, dtype=torch.int32, device=self._singles.device)
 
     def _by_head(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """``[rows, count * heads * head_dim]`` -> count views ``[rows, heads, head_dim]``."""
