@@ -106,6 +106,36 @@ def test_linear_layers_normalised(dtype: str, in_place: bool, rows: int, depth: 
     check(found, whole, theirs, exact)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_chain_of_layers_that_overlap(dtype: str) -> None:
+    """Each begins while the one before ends, and overwrites what that one reads."""
+    needs("linear", "split_rows" if dtype == "fp32" else "row_layernorm", dtype)
+    rows, make = 20000, encoder_ops.split if dtype == "fp32" else encoder_ops.interleaved
+    up, down = make(draw(1536, 384, seed=1, dtype=dtype, spread=0.05)), make(draw(384, 1536, seed=2, dtype=dtype))
+    biases = draw(1536, seed=3, dtype=dtype), draw(384, seed=4, dtype=dtype)
+    gamma, beta = draw(384, seed=5, dtype=dtype), draw(384, seed=6, dtype=dtype)
+    start = draw(rows, 384, seed=7, dtype=dtype)
+
+    def chain(overlap: bool) -> torch.Tensor:
+        x, wide = start.clone(), draw(rows, 1536, seed=8, dtype=dtype)
+        for _ in range(12):
+            if dtype == "fp32":
+                options = {"variant": "split_rows", "x_exponent": 4, "overlap": overlap}
+                encoder_ops.linear(x, up, biases[0], gelu=True, out=wide, **options)
+                encoder_ops.linear(wide, down, biases[1], out=x, **options)
+                x = functional.layer_norm(x, (384,))
+            else:
+                encoder_ops.linear(x, up, biases[0], variant="resident_rows", gelu=True, overlap=overlap, out=wide)
+                ends = (biases[1], x, gamma, beta, 1e-12)
+                encoder_ops.linear_norm(wide, down, *ends, variant="row_layernorm", overlap=overlap, out=x)
+        return x
+
+    expected = chain(overlap=False)
+    assert torch.isfinite(expected).all()
+    for _ in range(5):
+        torch.testing.assert_close(chain(overlap=True), expected, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 33, 384, 2056])
 def test_embeddings(dtype: str, width: int) -> None:
