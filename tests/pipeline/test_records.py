@@ -193,4 +193,5 @@ def test_the_committed_pages_show_what_the_records_say(repository: Path) -> None
         picture.name: picture.standalone for picture in report.build_report(committed, machine, predictions).pictures
     }
     for name in PICTURES:
-        assert (repository / f"docs/pictures/{name}.svg").read_text(encoding="utf-8") == drawn[name], name
+        path = repository / f"docs/pictures/{name}.svg"
+        assert (path.read_text(encoding="utf-8") if path.exists() else None) == drawn.get(name), name

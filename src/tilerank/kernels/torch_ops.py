@@ -344,16 +344,17 @@ def _sm(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _choose(variant: str, request: registry.Request) -> registry.Row:
-    """The row that a call runs; ValueError when the named one, or any, does not serve it."""
+def _choose(variant: str, request: registry.Request, operation: str = "attention") -> registry.Row:
+    """The operation's row that a call runs; ValueError when the named one, or any, does not serve it."""
     if request.device == "cuda" and _library().backend != "cuda":
         raise TilerankError(
             "the kernels were built for the CPU only, because no nvcc was found: put the CUDA toolkit's bin folder on "
             "PATH, set CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, and start again"
         )
     if variant == "auto":
-        return registry.select(request, registry.attention_rows()).row
-    row = registry.get(variant)
+        rows = registry.attention_rows() if operation == "attention" else registry.rows_of(operation)
+        return registry.select(request, rows).row
+    row = registry.get(variant, operation)
     reason = registry.refusal(row, request)
     if reason is not None:
         raise ValueError(f"variant {variant!r} does not serve this call: {reason}; variant='auto' takes one that does")
@@ -365,12 +366,7 @@ def _request(q: torch.Tensor, layout: str, k_len: int, masks: frozenset[str]) ->
     return registry.Request(device.type, _sm(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
 
 
-def _call(
-    run: Any,
-    row: registry.Row,
-    params: library.AttentionParams | library.AttentionVarlenParams,
-    device: torch.device,
-) -> None:
+def _call(run: Any, row: registry.Row, params: library.Params, device: torch.device) -> None:
     """Queue the call on the device's current stream, with the workspace it needs."""
     if device.type != "cuda":
         run(row.name, params)
@@ -488,7 +484,10 @@ def _attention_varlen(
     scale: float,
     variant: str,
     check: bool,
+    *,
+    clear: bool = True,
 ) -> torch.Tensor:
+    """``clear``: rows of no sequence are zeros, else left as the allocator gave them."""
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     total_q, heads, head_dim = q.shape
     total_k = k.shape[0]
@@ -505,7 +504,7 @@ def _attention_varlen(
     # Kernels leave rows of no sequence as they were, so the result starts as zeros unless all are known to be covered.
     is_covered = known_q is not None and known_q[-1] == total_q
     shape = (total_q, heads, head_dim)
-    out = q.new_empty(shape) if is_covered else q.new_zeros(shape)
+    out = q.new_empty(shape) if is_covered or not clear else q.new_zeros(shape)
     if out.numel() == 0:
         return out
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
