@@ -15,7 +15,7 @@ def run(stage: Stage) -> None:
     from tqdm import tqdm
 
     from tilerank import kernel_choices, models
-    from tilerank.bench import micro, tf_block
+    from tilerank.bench import block, micro, tf_block
     from tilerank.kernels import registry
     from tilerank.machine import compute_capability
 
@@ -25,7 +25,10 @@ def run(stage: Stage) -> None:
     head_dim = models.head_dim(models.resolve(settings.model, stage.root).path)
     # Precision tf32 is fp32 tensors, for which `auto` takes what it takes for fp32.
     dtypes = [precision for precision in settings.workload.precisions if precision != "tf32"]
-    own = {"bench_micro": micro.calls(on_cpu=not sm), "bench_tf": tf_block.calls(on_cpu=not sm)}
+    own = {
+        f"bench_{name}": module.calls(on_cpu=not sm)
+        for name, module in (("block", block), ("micro", micro), ("tf", tf_block))
+    }
     with tqdm(desc="compiling what auto takes", unit="variant", disable=None) as bar:
 
         @cache

@@ -1,4 +1,4 @@
-"""Which row `auto` takes for the calls that a stage makes, and that row's machine code.
+"""Which row serves the calls that a stage makes, most of them `auto`'s choice, and that row's machine code.
 
 A stage that runs whatever `auto` takes depends on this, not on every kernel: a new row that it does not take changes
 nothing, and neither does an edit after which the row's machine code is the same.
@@ -22,6 +22,7 @@ class Call:
     head_dim: int | None = None  # None: the model's
     masks: frozenset[str] = frozenset()
     width: int = 0  # as `Request` has it
+    variant: str | None = None  # the row, where the caller names it; None: what `auto` takes
 
     def request(self, sm: int, dtype: str, head_dim: int, k_len: int) -> Request:
         """What it asks for on a device of this compute capability (times ten; 0: the CPU)."""
@@ -29,7 +30,19 @@ class Call:
         return Request(device, sm, dtype, self.head_dim or head_dim, self.layout, k_len, self.masks, self.width)
 
 
-_ENCODER = (Call("attention", "packed"),)
+_ENCODER = (
+    Call("attention", "packed"),
+    *(
+        Call(operation, "packed", variant=variant)
+        for operation, variant in (
+            ("embedding", "warp_rows"),
+            ("layernorm", "vectorized"),
+            ("linear", "resident_rows"),
+            ("linear", "row_layernorm"),
+            ("linear", "split_rows"),
+        )
+    ),
+)
 
 CALLS: Mapping[str, tuple[Call, ...]] = {
     "evaluate_quality": _ENCODER,
@@ -37,8 +50,8 @@ CALLS: Mapping[str, tuple[Call, ...]] = {
     # transformers' batches have padding or not.
     "integrate_hf": (Call("attention", "padded"), Call("attention", "padded", masks=frozenset({"key_lengths"}))),
 }
-"""Stage -> what its model calls, operation by operation; stages with shapes of their own say so themselves
-(`tilerank.bench.micro.calls`, `tilerank.bench.tf_block.calls`)."""
+"""Stage -> what its model calls, operation by operation; stages with shapes of their own say so themselves (`calls` of
+`tilerank.bench.micro`, `tilerank.bench.block` and `tilerank.bench.tf_block`)."""
 
 
 def choices(
@@ -69,20 +82,20 @@ def choices(
     """
     found = {}
     for call in calls:
+        named = variant if call.operation == "attention" and variant != "auto" else call.variant
         for dtype in dtypes:
             request = call.request(sm, dtype, head_dim, k_len)
-            candidates = rows[call.operation]
-            if call.operation == "attention" and variant != "auto":
-                candidates = [row for row in candidates if row.name == variant]
-                if not candidates:
-                    continue
-                row = candidates[0]
+            of_operation = rows[call.operation]
+            if named is None:
+                row = select(request, of_operation).row
+                masks = "".join(f" {mask}" for mask in sorted(call.masks))
+                width = f" width {call.width}" if call.width else ""
+                words = f"{call.operation} {dtype} {call.layout} head_dim {request.head_dim}{width}{masks}"
             else:
-                row = select(request, candidates).row
-            masks = "".join(f" {mask}" for mask in sorted(call.masks))
-            width = f" width {call.width}" if call.width else ""
-            words = f"{call.operation} {dtype} {call.layout} head_dim {request.head_dim}{width}{masks}"
-            found[words] = f"{row.name} {digest(row)}"
+                row = next((row for row in of_operation if row.name == named and dtype in row.dtypes), None)
+                words = f"{call.operation} {dtype} {named}"
+            if row is not None:
+                found[words] = f"{row.name} {digest(row)}"
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def test_a_variant_that_is_asked_for_is_the_one_and_sdpa_is_none() -> None:
     assert choose(variant="sdpa") == {}
 
 
+def test_a_row_that_the_caller_names_is_known_by_its_name() -> None:
+    rows = {"layernorm": registry.rows_of("layernorm")}
+    assert choose((Call("layernorm", "packed", variant="welford"),), rows=rows, variant="naive") == {
+        "layernorm fp32 welford": "welford code of welford",
+        "layernorm fp16 welford": "welford code of welford",
+    }
+
+
 def test_an_operation_without_a_row_for_the_call_is_an_error() -> None:
     with pytest.raises(ValueError, match="serves this call"):
         choose(rows={"attention": []})
@@ -83,7 +92,7 @@ def test_every_stage_that_runs_what_auto_takes_depends_on_its_calls(repository: 
         for entry in block.get("params", [])
         if isinstance(entry, dict) and record in entry
     }
-    assert depend == {name: [f"choices.{name}"] for name in (*CALLS, "bench_micro", "bench_tf")}
+    assert depend == {name: [f"choices.{name}"] for name in (*CALLS, "bench_block", "bench_micro", "bench_tf")}
 
 
 def test_every_row_is_compiled_from_what_list_sources_depends_on(repository: Path) -> None:
@@ -144,8 +153,15 @@ def test_the_encoder_makes_the_calls_of_its_stages(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(packed_attention, "_torch_part", lambda *arguments: None)
     monkeypatch.setattr(library, "load", unbuilt)
     packed_attention.choose("auto", torch.device("cpu"), torch.float16, 32, 512)
-    calls = tuple(Call("attention", request.layout, masks=request.masks) for request in asked)
-    assert calls == CALLS["bench_rerank"] == CALLS["evaluate_quality"]
+    calls = {Call("attention", request.layout, masks=request.masks) for request in asked}
+    assert CALLS["bench_rerank"] == CALLS["evaluate_quality"]
+    assert calls == {call for call in CALLS["bench_rerank"] if call.variant is None}
+
+
+def test_the_encoder_names_the_rows_of_its_stages(repository: Path) -> None:
+    source = (repository / "src" / "tilerank" / "fused.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'_runs\(\s*"(\w+)",\s*"(\w+)"', source))
+    assert named == {(call.operation, call.variant) for call in CALLS["bench_rerank"] if call.variant is not None}
 
 
 def test_a_block_is_chosen_by_its_width_too() -> None:

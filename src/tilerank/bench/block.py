@@ -28,6 +28,7 @@ from tilerank.bench.attention_peers import SDPA_BACKENDS
 from tilerank.bench.peers import DTYPES, arithmetic
 from tilerank.bench.timing import Case, EventClock, Row, measure, ratio
 from tilerank.config import TimingSettings
+from tilerank.kernel_choices import Call
 from tilerank.kernels import build, library, registry
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -131,15 +132,27 @@ def _exact(shape: Shape, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 # --- ours ------------------------------------------------------------------------------------------------------
 
 
+def call_of(shape: Shape) -> Call:
+    """The kind of call that a shape is."""
+    masks = frozenset({"causal"} if shape.causal else ())
+    return Call("block", "padded", shape.head_dim, masks, math.gcd(shape.width, shape.heads * shape.head_dim))
+
+
+def calls(on_cpu: bool) -> tuple[Call, ...]:
+    """The kinds of call that are timed, each layer normalisation by its name, or checked on a CPU."""
+    if on_cpu:
+        return tuple(dict.fromkeys(map(call_of, CHECK_SHAPES)))
+    normalizations = (row.name for row in registry.rows_of("layernorm") if row.device == "cuda")
+    return call_of(Shape(RECORD_LENGTH)), *(Call("layernorm", "packed", variant=name) for name in normalizations)
+
+
 def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
     """The row that ``auto`` takes for this call on this machine."""
     sm = 0
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor
-    masks = frozenset({"causal"} if shape.causal else ())
-    width = math.gcd(shape.width, shape.heads * shape.head_dim)
-    request = registry.Request(device, sm, precision, shape.head_dim, "padded", shape.tokens, masks, width)
+    request = call_of(shape).request(sm, precision, shape.head_dim, shape.tokens)
     return registry.select(request, registry.rows_of("block")).row
 
 
