@@ -25,6 +25,7 @@ struct Shape {
     static constexpr int kRegisters = D <= 32 ? 104 : D <= 64 ? 152 : 224;
     static constexpr int kCopyRegisters = 56;
     static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+    static_assert(kGroupThreads * (kGroups * kRegisters + kCopyRegisters) <= registers_at_start(kThreads));
     static constexpr int kCopyWarps = 3;  // the fourth deals out the units
     // A chunk is a tile of keys and one of values, each in parts of kRowBytes a row: the widest swizzle that divides D.
     static constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;

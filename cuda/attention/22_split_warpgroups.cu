@@ -17,13 +17,14 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside one that splits and one of which a warp deals out the units. Scores and products,
-// weights, sums and queries take 96 registers of theirs; a block has 65,536, in eights a thread.
+// Warpgroups that compute, beside one that splits and one of which a warp deals out the units. Scores or products,
+// weights, sums and queries take 96 registers of theirs.
 constexpr int kGroups = 3;
-constexpr int kRegisters = 144;
-constexpr int kSplitRegisters = 40;
 constexpr int kSplitThreads = kGroupThreads;
 constexpr int kThreads = (kGroups + 2) * kGroupThreads;
+constexpr int kRegisters = 136;
+constexpr int kSplitRegisters = 32;
+static_assert(kGroupThreads * (kGroups * kRegisters + 2 * kSplitRegisters) <= registers_at_start(kThreads));
 constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kResident = 8;
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice

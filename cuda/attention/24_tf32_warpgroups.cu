@@ -1,6 +1,6 @@
 // TF32 warpgroups: split_warpgroups with the product of high terms alone, lossy. A term of fp16, brought into its range by
 // a power of two, keeps the 11 bits that TF32 keeps and costs tensor cores half as much; rows out of that range are done
-// again in double. Four warpgroups compute: there are no low terms to hold.
+// again in double.
 // Prediction: 70 us packed. Instructions a tile fall from 320 to 200 for each scheduler, products from 384 to 128 cycles;
 //   it stays behind the 57 us of warpgroups by twice the bytes and by what rounds keys and values.
 // Answer: metrics/<machine>/bench_attention_tf32_warpgroups.json and docs/ladder.md.
@@ -17,14 +17,14 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside one that rounds and one of which a warp deals out the units. Scores, weights, sums and
-// queries take 72 registers of theirs; a block has 65,536, in eights a thread.
-constexpr int kGroups = 4;
-constexpr int kRegisters = 104;
-constexpr int kRoundRegisters = 48;
+// Warpgroups that compute, beside one that rounds and one of which a warp deals out the units.
+constexpr int kGroups = 3;
 constexpr int kRoundThreads = kGroupThreads;
 constexpr int kThreads = (kGroups + 2) * kGroupThreads;
-constexpr int kChunks = 11;  // of the ring: a panel of keys and one of values each, 176 of 227 KB
+constexpr int kRegisters = 128;
+constexpr int kRoundRegisters = 40;
+static_assert(kGroupThreads * (kGroups * kRegisters + 2 * kRoundRegisters) <= registers_at_start(kThreads));
+constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kResident = 8;
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];

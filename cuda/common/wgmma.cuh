@@ -19,7 +19,10 @@ __device__ __forceinline__ void fence_async_proxy() { TILERANK_HOPPER("fence.pro
 
 // ---- Registers of a warpgroup ----
 // A block starts with the same number for all; each warpgroup then takes what it needs, first those that give some
-// back.
+// back. What all have in the end may not be more than at the start, or a warpgroup waits for ever.
+
+// Registers that a block of so many threads starts with: equal parts of an SM's, in eights.
+constexpr int registers_at_start(int threads) { return 65536 / threads / 8 * 8 * threads; }
 
 template <int Registers>
 __device__ __forceinline__ void give_registers_back() {
