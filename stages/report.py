@@ -9,20 +9,28 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
-from tilerank.report import forward_parts, host_path
+from tilerank.report import block, forward_parts, host_path
 from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
 PAGES = (
-    *("README.md", "docs/ladder.md", "docs/kernels.md", "docs/attention.md", "docs/analysis.md"),
-    *(host_path.PAGE, forward_parts.PAGE),
+    "README.md",
+    "docs/ladder.md",
+    "docs/kernels.md",
+    "docs/attention.md",
+    "docs/analysis.md",
+    "docs/bindings.md",
+    block.PAGE,
+    host_path.PAGE,
+    forward_parts.PAGE,
 )
 
 PICTURES = (
     *("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path"),
+    block.PICTURE,
     forward_parts.PICTURE,
 )
-"""Those that README and docs show, where there are records to draw them from."""
+"""Those that README and docs show, where the records have figures for them."""
 
 LADDER_PLOT = "ladder.csv"
 """What `dvc plots` draws."""
@@ -61,6 +69,7 @@ def page_tables(records: Sequence[report.Record]) -> dict[str, str]:
     own = {
         "roofline": roofline_table(records, tuple(predictions)),
         host_path.TABLE: host_path.steps_table(records),
+        block.CHART: block.chart_link(report.summarise(records)),
         forward_parts.TABLE: forward_parts.parts_table(records),
     }
     return report.readme_tables(records, predictions) | doc_tables(rows) | own

@@ -83,9 +83,9 @@ def make_project(repository: Path, root: Path, keep: tuple[str, ...] = ()) -> Pr
     config.write_text(text, encoding="utf-8")
     registry, yaml = root / "cuda" / "registry.yaml", YAML()
     rows = yaml.load(registry.read_text(encoding="utf-8"))
-    attention = rows["variants"]["attention"]
-    for name in [name for name in attention if name not in KEPT_VARIANTS]:
-        del attention[name]
+    for of_operation in rows["variants"].values():
+        for name in [name for name in of_operation if name not in KEPT_VARIANTS]:
+            del of_operation[name]
     with registry.open("w", encoding="utf-8") as handle:
         yaml.dump(rows, handle)
     project = Project(root)

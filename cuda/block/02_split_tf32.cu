@@ -129,23 +129,29 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
             }
             // A lane's sums of scores are those of keys 2t and 2t + 1. Taking these for the keys t and t + 4 of the
             // left factor, and the rows of values likewise, the product is the same and nothing moves between lanes.
+            uint32_t a_high[kTileKeys / 8][4];
+            uint32_t a_low[kTileKeys / 8][4];
 #pragma unroll
             for (int column = 0; column < kTileKeys / 8; ++column) {
-                uint32_t a_high[4];
-                uint32_t a_low[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const Terms terms = split_terms(softmax[i % 2].add(scores[column][i % 2 * 2 + i / 2]));
-                    a_high[i] = terms.high, a_low[i] = terms.low;
+                    a_high[column][i] = terms.high, a_low[column][i] = terms.low;
                 }
-                const int key = column * 8 + t * 2;
+            }
 #pragma unroll
-                for (int d = 0; d < D / 8; ++d) {
+            for (int d = 0; d < D / 8; ++d) {
+                Fragment of_tile = {};  // as in multiply(): the matrix unit's sums would drift
+#pragma unroll
+                for (int column = 0; column < kTileKeys / 8; ++column) {
+                    const int key = column * 8 + t * 2;
                     const Terms first_terms = split_terms(v_tile[key][d * 8 + g]);
                     const Terms second_terms = split_terms(v_tile[key + 1][d * 8 + g]);
-                    mma_split(sums[d], a_high, a_low, {first_terms.high, second_terms.high},
+                    mma_split(of_tile, a_high[column], a_low[column], {first_terms.high, second_terms.high},
                               {first_terms.low, second_terms.low});
                 }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[d][i] += of_tile[i];
             }
         }
         __syncthreads();  // the tile is no longer read

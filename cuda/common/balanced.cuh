@@ -77,13 +77,12 @@ __device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args,
     return cost;
 }
 
-// Where this block's part begins and ends: places[0] and places[1]. By one warp. Its code is short, because every block
-// waits for it, with no instruction in any cache yet.
+// Where the part of `block` of `blocks` begins and ends: places[0] and places[1]. By one warp. Its code is short,
+// because every block waits for it, with no instruction in any cache yet.
 template <int kUnitRows>
-__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
+__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane, int block,
+                                            int blocks) {
     const int batch = static_cast<int>(args.batch);
-    const int block = static_cast<int>(blockIdx.x);
-    const int blocks = static_cast<int>(gridDim.x);
     double targets[2];
     places[0] = places[1] = {batch, 0, 0};
     double total = 0.0;
@@ -130,6 +129,12 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
         targets[0] = floor(total * (static_cast<float>(block) * share));
         targets[1] = block + 1 == blocks ? total : floor(total * (static_cast<float>(block + 1) * share));
     }
+}
+
+// The same where every block works on its own part.
+template <int kUnitRows>
+__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
+    find_places<kUnitRows>(args, places, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 // ---- Walking a block's part ----

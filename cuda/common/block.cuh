@@ -134,4 +134,85 @@ __device__ __forceinline__ void normalize_out_row(const BlockPlan& plan, int64_t
     }
 }
 
+// Normalises `rows` rows of out in place, by `warps` warps of which this is number `warp`: several rows at a time, kept in
+// registers between mean, variance and result, so that their loads overlap.
+template <typename Element>
+__device__ __forceinline__ void normalize_out_rows(const BlockPlan& plan, int64_t first_row, int rows, int warp,
+                                                   int warps, int lane) {
+    constexpr int kPart = 16 / sizeof(Element);
+    constexpr int kAtOnce = sizeof(Element) == 2 ? 4 : 2;
+    constexpr int kParts = 1024 / (kWarpSize * kPart);
+    const BlockArgs& args = plan.args;
+    if (!plan.aligned_x || args.width % kPart != 0 || args.width > kParts * kWarpSize * kPart) {
+        for (int row = warp; row < rows; row += warps) normalize_out_row<Element>(plan, first_row + row, lane);
+        return;
+    }
+    const int width = static_cast<int>(args.width);
+    const auto row_at = [&](int row) {
+        return static_cast<Element*>(args.out) +
+               token_offset(args.out_strides, first_row + min(row, rows - 1), args.tokens);
+    };
+#pragma unroll 1
+    for (int row = warp * kAtOnce; row < rows; row += warps * kAtOnce) {
+        uint4 raw[kAtOnce][kParts];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const Element* source = row_at(row + i);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const int column = (part * kWarpSize + lane) * kPart;
+                raw[i][part] = column < width ? load_vector<uint4>(source + column) : uint4{0, 0, 0, 0};
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (row + i >= rows) continue;
+            float sum = 0.0f;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                Element elements[kPart];
+                memcpy(elements, &raw[i][part], 16);
+#pragma unroll
+                for (int e = 0; e < kPart; ++e) sum += to_float(elements[e]);
+            }
+#pragma unroll
+            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(kFullMask, sum, distance);
+            }
+            RowScale scale;
+            scale.mean = sum / static_cast<float>(width);
+            float squares = 0.0f;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                if ((part * kWarpSize + lane) * kPart >= width) continue;
+                Element elements[kPart];
+                memcpy(elements, &raw[i][part], 16);
+#pragma unroll
+                for (int e = 0; e < kPart; ++e) {
+                    const float away = to_float(elements[e]) - scale.mean;
+                    squares += away * away;
+                }
+            }
+#pragma unroll
+            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+                squares += __shfl_xor_sync(kFullMask, squares, distance);
+            }
+            scale.factor = 1.0f / sqrtf(squares / static_cast<float>(width) + static_cast<float>(args.epsilon));
+            Element* target = row_at(row + i);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                const int column = (part * kWarpSize + lane) * kPart;
+                if (column >= width) continue;
+                Element elements[kPart];
+                memcpy(elements, &raw[i][part], 16);
+                float values[kPart];
+#pragma unroll
+                for (int e = 0; e < kPart; ++e) values[e] = to_float(elements[e]);
+                normalize_part(values, scale, args, column, kPart, true, target);
+                store_floats(target + column, values, kPart, true);
+            }
+        }
+    }
+}
+
 }  // namespace tilerank

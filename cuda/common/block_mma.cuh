@@ -229,9 +229,8 @@ __device__ __forceinline__ void project_out_tile(const BlockPlan& plan, GemmStag
     }
     __syncthreads();
     if (shared_number == 0) return;
-    for (int64_t row = warp; row < unit_rows; row += kGemmWarps) {
-        normalize_out_row<Element>(plan, sequence * args.tokens + unit_row + row, lane);
-    }
+    normalize_out_rows<Element>(plan, sequence * args.tokens + unit_row, static_cast<int>(unit_rows), warp, kGemmWarps,
+                                lane);
 }
 
 }  // namespace tilerank

@@ -138,39 +138,51 @@ __device__ __forceinline__ void multiply(GemmSums& sums, const GemmStage<Element
             }
         }
     } else {
+        // The matrix unit rounds towards zero as it adds: a thousand inputs added there would drift. A step's are, and
+        // their sum is added by the ordinary rounding.
+        constexpr int kDepths = kGemmDepth<Element> / 8;
         const int g = lane / 4;
         const int t = lane % 4;
+        uint32_t a_high[2][kDepths][4];
+        uint32_t a_low[2][kDepths][4];
 #pragma unroll
-        for (int depth = 0; depth < kGemmDepth<Element>; depth += 8) {
-            uint32_t a_high[2][4];
-            uint32_t a_low[2][4];
+        for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
+            for (int depth = 0; depth < kDepths; ++depth) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const Terms terms =
-                        split_terms(stage.left[row + tile * 16 + i % 2 * 8 + g][depth + i / 2 * 4 + t]);
-                    a_high[tile][i] = terms.high;
-                    a_low[tile][i] = terms.low;
+                        split_terms(stage.left[row + tile * 16 + i % 2 * 8 + g][depth * 8 + i / 2 * 4 + t]);
+                    a_high[tile][depth][i] = terms.high;
+                    a_low[tile][depth][i] = terms.low;
                 }
             }
+        }
 #pragma unroll
-            for (int block = 0; block < 8; ++block) {
+        for (int block = 0; block < 8; ++block) {
+            Fragment of_step[2] = {};
+#pragma unroll
+            for (int depth = 0; depth < kDepths; ++depth) {
                 uint32_t b_high[2];
                 uint32_t b_low[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const int input = depth + i * 4 + t;
+                    const int input = depth * 8 + i * 4 + t;
                     const int output = column + block * 8 + g;
                     const Terms terms = split_terms(stage.right[kInOut ? input * kColumnPitch<Element> + output
-                                                                      : output * kDepthPitch<Element> + input]);
+                                                                       : output * kDepthPitch<Element> + input]);
                     b_high[i] = terms.high;
                     b_low[i] = terms.low;
                 }
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
-                    mma_split(sums[tile][block], a_high[tile], a_low[tile], b_high, b_low);
+                    mma_split(of_step[tile], a_high[tile][depth], a_low[tile][depth], b_high, b_low);
                 }
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][block][i] += of_step[tile][i];
             }
         }
     }

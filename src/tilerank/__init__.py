@@ -1,9 +1,10 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model; `tf` is the
-attention block for TensorFlow and Keras. Each is imported when it is first used: importing the package loads no
-framework.
+`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model;
+`fused_attention` and `FusedAttentionLayer` are the
+attention block of an encoder layer, and `tf` has the same for TensorFlow and Keras. Each is imported when it is first
+used: importing the package loads no framework.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ from tilerank._version import __version__
 if TYPE_CHECKING:
     from tilerank.accelerated import accelerate
     from tilerank.kernels.huggingface import register
+    from tilerank.kernels.torch_block import FusedAttentionLayer, fused_attention
     from tilerank.kernels.torch_ops import attention, attention_varlen
     from tilerank.reranker import Reranker
 
-__all__ = ["Reranker", "__version__", "accelerate", "attention", "attention_varlen", "register"]
+__all__ = [
+    "FusedAttentionLayer",
+    "Reranker",
+    "__version__",
+    "accelerate",
+    "attention",
+    "attention_varlen",
+    "fused_attention",
+    "register",
+]
 
 _HOMES = {
+    "FusedAttentionLayer": "tilerank.kernels.torch_block",
     "Reranker": "tilerank.reranker",
     "accelerate": "tilerank.accelerated",
     "attention": "tilerank.kernels.torch_ops",
     "attention_varlen": "tilerank.kernels.torch_ops",
+    "fused_attention": "tilerank.kernels.torch_block",
     "register": "tilerank.kernels.huggingface",
 }
 

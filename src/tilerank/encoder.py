@@ -151,9 +151,17 @@ class PackedEncoder:
         shapes = [self._shape(*count) for count in counts]
         sizes = [packing.size_of(*shape) for shape in shapes]
         staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        pieces = np.split(staged.numpy(), np.cumsum(sizes)[:-1])
-        for rows, shape, values in zip(batches, shapes, pieces, strict=True):
-            packing.fill(values, tokens, rows, shape, with_types=self._uses_types, positions_from=self._positions_from)
+        values, start = staged.numpy(), 0
+        for rows, shape, size in zip(batches, shapes, sizes, strict=True):
+            packing.fill(
+                values[start : start + size],
+                tokens,
+                rows,
+                shape,
+                with_types=self._uses_types,
+                positions_from=self._positions_from,
+            )
+            start += size
         # The allocator keeps the pinned memory until the copy has ended.
         on_device = staged.to(self._device, non_blocking=True).split(sizes)
         return [

@@ -16,17 +16,14 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_Way: TypeAlias = Callable[[Sequence[str]], list[np.ndarray]]
 
 AGREED = (
     (0x0000, 0x007E),  # ASCII but for delete
@@ -77,7 +74,7 @@ _AT_ONCE = LONGEST // 4
 """Characters, of up to four bytes, that are encoded in one call: below `LONGEST`."""
 _SEPARATOR_LENGTH = 8
 _FEW = 128
-"""Texts below which one thread may be sooner: ``tokie``'s own are started anew on every call, one for each core."""
+"""Texts below which one thread is as quick: ``tokie`` starts its own anew on every call, one for each core."""
 
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
@@ -109,15 +106,12 @@ class FastEncoder:
             for text, ours, theirs in zip(probes, way(probes), expected, strict=True):
                 if not np.array_equal(ours, theirs):
                     raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
-        # Starting threads costs otherwise on every machine.
-        passages = [" ".join(probes[start : start + 40]) for start in range(0, len(probes), 2)][: _FEW // 2]
-        self._few = min((self._in_turn, self._in_threads), key=lambda way: _seconds(way, passages))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
         agreed = list(map(is_agreed, texts))
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        found = (self._few if len(asked) < _FEW else self._in_threads)(asked)
+        found = (self._in_turn if len(asked) < _FEW else self._in_threads)(asked)
         if len(asked) == len(texts):
             return found
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
@@ -170,22 +164,13 @@ def _separator(added: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
     return None
 
 
-def _seconds(way: _Way, texts: Sequence[str]) -> float:
-    """The best of three."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        way(texts)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def is_agreed(text: str) -> bool:
     """Whether every character of ``text`` is in `AGREED`, and its length below `LONGEST`."""
     if text.isascii():
         return len(text) < LONGEST and "\x7f" not in text
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return bool(_IS_AGREED[points].all()) and len(text.encode("utf-8")) < LONGEST
+    # A character has at most four bytes.
+    return bool(_IS_AGREED[points].all()) and (4 * len(points) < LONGEST or len(text.encode("utf-8")) < LONGEST)
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

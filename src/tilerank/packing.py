@@ -78,14 +78,19 @@ def fill(
     used = int(bounds[-1])
     if total < used + (sequences > len(rows)):
         raise ValueError(f"{used} tokens in {len(rows)} sequences do not fit {total} tokens in {sequences}")
-    positions = np.arange(used) - np.repeat(bounds[:-1], lengths)
-    source = positions + np.repeat((np.cumsum(tokens.lengths) - tokens.lengths)[rows], lengths)
+    starts = (np.cumsum(tokens.lengths) - tokens.lengths)[rows]
+    positions = np.arange(used, dtype=np.int32) - np.repeat(bounds[:-1].astype(np.int32), lengths)
+    source: slice | np.ndarray
+    if np.array_equal(starts, bounds[:-1] + starts[0]):  # they lie there as they are to lie here
+        source = slice(starts[0], starts[0] + used)
+    else:
+        source = positions + np.repeat(starts, lengths)
     values[:] = 0
     ids, types, places = values[: 3 * total].reshape(3, total)
     ids[:used] = tokens.ids[source]
     if with_types:
         types[:used] = tokens.type_ids[source]
-    places[:used] = positions + positions_from
+    places[:used] = positions + np.int32(positions_from)
     ends, first = values[3 * total : -sequences], values[-sequences:]
     ends[: len(bounds)] = bounds
     ends[len(bounds) :] = used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -30,7 +31,8 @@ from tilerank.tokenization import Tokens, load_tokenizer
 
 _CHUNK = 4096  # pairs in memory as tokens at a time: bounds it, long enough that sorting by length pays
 _PIECE = 1024  # pairs tokenised at a time for a GPU, which works on them while the host tokenises the next
-_SMALLEST_SPLIT = 24  # pairs below which a second round of launches costs more than it hides
+_OVERLAPPED = 3  # pieces of a call: the GPU starts after the first third, and the host waits for the last one only
+_SMALLEST_PIECE = 12  # pairs below which another round of launches costs more than it hides
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 Report = Callable[[float], None]  # told how many pairs of a chunk are done
@@ -306,14 +308,14 @@ class Reranker:
         return run
 
     def _pieces(self, pairs: int) -> list[int]:
-        """How many pairs of a chunk to tokenise at a time. On a GPU the last piece is the smaller one: it is what the
-        host waits for in the end."""
-        if self.device.type == "cpu" or pairs < _SMALLEST_SPLIT:
+        """How many pairs of a chunk to tokenise at a time."""
+        if self.device.type == "cpu":
             return [pairs]
-        whole, rest = divmod(pairs, _PIECE)
-        pieces = [_PIECE] * whole + [rest] * (rest > 0)
-        last = pieces.pop()
-        return [*pieces, last] if last < _SMALLEST_SPLIT else [*pieces, last - last // 3, last // 3]
+        count = -(-pairs // _PIECE)
+        if self.host_path.overlapped:
+            count = max(count, min(_OVERLAPPED, pairs // _SMALLEST_PIECE), 1)
+        ends = [pairs * number // count for number in range(count + 1)]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     def _score_chunk(
         self,

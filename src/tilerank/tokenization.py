@@ -47,15 +47,17 @@ class Tokens:
         ``seen`` has the places of sequences of earlier calls, which are not distinct any more, and gets the new ones:
         places go on counting.
         """
-        ends = np.cumsum(self.lengths)
         places = {} if seen is None else seen
+        ids, types = self.ids.tobytes(), self.type_ids.tobytes()
         rows, inverse = [], []
-        for row, (end, length) in enumerate(zip(ends.tolist(), self.lengths.tolist(), strict=True)):
-            key = self.ids[end - length : end].tobytes() + self.type_ids[end - length : end].tobytes()
-            if key not in places:
-                places[key] = len(places)
+        start = 0
+        for row, end in enumerate((np.cumsum(self.lengths) * self.ids.itemsize).tolist()):
+            number = len(places)
+            place = places.setdefault(ids[start:end] + types[start:end], number)
+            if place == number:
                 rows.append(row)
-            inverse.append(places[key])
+            inverse.append(place)
+            start = end
         return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)
 
     def padded(self, rows: np.ndarray, pad_id: int) -> np.ndarray:
@@ -265,8 +267,10 @@ def _counts(ids: list[np.ndarray]) -> np.ndarray:
 
 def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring."""
-    fits = queries + passages <= room
     query_fits = queries < room
+    if query_fits.all():  # nearly always
+        return queries, np.minimum(passages, room - queries)
+    fits = queries + passages <= room
     shorter = np.minimum(queries, passages)
     longer = np.maximum(shorter, room - shorter)
     halves = shorter + longer > room

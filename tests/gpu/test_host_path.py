@@ -86,7 +86,7 @@ def test_a_bucket_is_captured_once_and_filled_with_other_texts(folder: Path) -> 
         pairs = [(QUERY, text) for text in passages(40, seed=seed)]
         np.testing.assert_allclose(ours.score(pairs).logits, eager.score(pairs).logits, atol=2e-4, rtol=0)
     report = cache.report()
-    assert report.replays == 4 * 2  # the pairs of a call come in two pieces
+    assert report.replays == 4
     assert report.captures == report.graphs < 8
     assert report.eager == 0
     assert 0 < report.waste < graphs.TOKEN_STEP * 8 / report.tokens
@@ -119,7 +119,7 @@ def test_graphs_and_their_memory_are_bounded(folder: Path, monkeypatch: pytest.M
 
 
 def test_threads_and_streams_share_a_reranker(folder: Path) -> None:
-    ours, eager = reranker(folder), reranker(folder, "packed")
+    ours, eager = reranker(folder, "overlapped"), reranker(folder, "packed")
     work = [[(QUERY, text) for text in passages(30 + 5 * seed, seed=seed)] for seed in range(6)]
     expected = [eager.score(pairs).logits for pairs in work]
     found: list[np.ndarray | None] = [None] * len(work)
@@ -139,7 +139,7 @@ def test_threads_and_streams_share_a_reranker(folder: Path) -> None:
 
 
 def test_rank_many_equals_rank(folder: Path) -> None:
-    ours = reranker(folder)
+    ours = reranker(folder, "overlapped")
     queries = [QUERY, "mouse", "the immune cell of the old page"]
     candidates = [passages(60, seed=1), [], passages(700, seed=2) + passages(700, seed=3)]
     many = ours.rank_many(queries, candidates)
@@ -154,8 +154,9 @@ def test_rank_many_equals_rank(folder: Path) -> None:
 def test_a_piece_is_copied_once_in_and_a_call_once_out(folder: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    ours = reranker(folder)
+    ours = reranker(folder, "overlapped")
     pairs = [(QUERY, text) for text in passages(40)]
+    assert len(ours._pieces(len(pairs))) == 3
     ours.score(pairs)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         ours.score(pairs)

@@ -171,9 +171,11 @@ def test_pieces_for_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ours = Reranker(folder, device="cpu", max_length=64)
     assert [ours._pieces(count) for count in (1, 50, 4096)] == [[1], [50], [4096]]
     monkeypatch.setattr(ours, "device", torch.device("cuda"))
-    assert [ours._pieces(count) for count in (23, 50, 1024)] == [[23], [34, 16], [683, 341]]
-    assert ours._pieces(2058) == [1024, 1024, 10]
-    assert sum(ours._pieces(4096)) == 4096
+    assert [ours._pieces(count) for count in (1, 50, 1024)] == [[1], [50], [1024]]
+    assert ours._pieces(2058) == [686, 686, 686]
+    monkeypatch.setattr(ours, "host_path", host_path.find("overlapped"))
+    assert [ours._pieces(count) for count in (1, 23, 24, 50)] == [[1], [23], [12, 12], [16, 17, 17]]
+    assert [ours._pieces(count) for count in (3072, 4096)] == [[1024] * 3, [1024] * 4]
 
 
 def test_rank_many_refuses_what_rank_refuses(folder: Path) -> None:
@@ -300,7 +302,7 @@ def test_prepacked_layers_are_linear_layers() -> None:
 
 
 def test_every_path_is_one_idea_more() -> None:
-    switches = ("fast_tokens", "packed", "prepacked", "graphs", "fused")
+    switches = ("fast_tokens", "packed", "prepacked", "graphs", "overlapped", "fused")
     for device in ("cpu", "cuda"):
         paths = host_path.of_device(device)
         on = [{name for name in switches if getattr(path, name)} for path in paths]

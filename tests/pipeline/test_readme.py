@@ -37,6 +37,16 @@ KERNELS = {
 }
 """The same for docs/kernels.md; its commands about the example are `test_a_kernel_is_added_as_the_page_says`."""
 
+BINDINGS = {
+    "make tf-env": ".ci/run",
+    "make tf-test": ".ci/run",
+    ".venv-tf/bin/python docs/example/keras_encoder.py": "tests/bindings/test_tf.py",
+    "cmake -S cuda -B build/lib": "tests/unit/test_packaging.py",
+    "ninja -C build/lib install": "tests/unit/test_packaging.py",
+    "make wheel": "tests/unit/test_packaging.py",  # through the program that the target calls
+}
+"""The same for docs/bindings.md."""
+
 NOT_HERE = ("pip install", "compute-sanitizer", "pytest -m gpu", "dvc repro bench_attention@one_pass")
 """Beginnings of commands that need a package index or a GPU."""
 
@@ -73,7 +83,11 @@ def test_commands_of_measuring_run(project: Project, repository: Path) -> None:
 
 
 def test_the_commands_named_elsewhere_are_there_and_so_are_their_tests(repository: Path) -> None:
-    for page, named in (("README.md", ELSEWHERE), ("docs/kernels.md", KERNELS)):
+    for page, named in (
+        ("README.md", ELSEWHERE),
+        ("docs/kernels.md", KERNELS),
+        ("docs/bindings.md", BINDINGS),
+    ):
         for beginning, test in named.items():
             assert any(line.startswith(beginning) for line in _commands(repository / page)), beginning
             assert (repository / test).is_file(), test
@@ -81,8 +95,9 @@ def test_the_commands_named_elsewhere_are_there_and_so_are_their_tests(repositor
 
 def test_no_page_has_a_command_that_nothing_runs(repository: Path) -> None:
     pages = {"README.md", *(f"docs/{path.name}" for path in (repository / "docs").glob("*.md"))}
-    run_here = {"README.md", "docs/measuring.md", "docs/kernels.md"}
+    run_here = {"README.md", "docs/measuring.md", "docs/kernels.md", "docs/bindings.md"}
     assert [page for page in pages - run_here if _commands(repository / page)] == []
+    assert [line for line in _commands(repository / "docs/bindings.md") if not line.startswith(tuple(BINDINGS))] == []
     walked = [line for line in _commands(repository / "docs/kernels.md") if not line.startswith((*KERNELS, *NOT_HERE))]
     assert walked == WALK
 

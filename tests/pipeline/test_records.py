@@ -194,5 +194,4 @@ def test_the_committed_pages_show_what_the_records_say(repository: Path) -> None
     }
     for name in PICTURES:
         path = repository / f"docs/pictures/{name}.svg"
-        assert path.exists() == (name in drawn), name
-        assert not path.exists() or path.read_text(encoding="utf-8") == drawn[name], name
+        assert (path.read_text(encoding="utf-8") if path.exists() else None) == drawn.get(name), name

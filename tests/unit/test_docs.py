@@ -18,6 +18,8 @@ from tilerank.report.variants import PAGES, doc_tables, predictions_table, varia
 
 CUDA_ROWS = [row for row in registry.attention_rows() if row.device == "cuda"]
 
+HAND_WRITTEN = ("docs/attention.md", "docs/bindings.md", "docs/measuring.md")
+
 ROW = Row(
     "narrow", "a/b.cu", "cuda", 7, ("fp32", "bf16"), (32, 64), ("packed",), ("causal",), 80, "9 us. One read a score."
 )
@@ -136,14 +138,15 @@ def test_the_analysis_has_its_tables_filled(repository: Path) -> None:
 
 def test_the_changelog_has_a_line_for_each_variant(repository: Path) -> None:
     text = read(repository, "CHANGELOG.md")
-    for row in registry.attention_rows():
-        assert re.search(rf"^- `{row.name}`: ", text, flags=re.MULTILINE), row.name
+    for operation in registry.OPERATIONS:
+        for row in registry.rows_of(operation):
+            assert re.search(rf"^- `{row.name}`: ", text, flags=re.MULTILINE), (operation, row.name)
 
 
 # ---- Names and commands ----
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/attention.md", "docs/measuring.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", [*PAGES, *HAND_WRITTEN, "CHANGELOG.md"])
 def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> None:
     text = read(repository, page)
     paths = re.findall(r"(?<![\w/])(?:cuda|docs|src|tests|stages)/[\w./]+\w", text)
@@ -158,7 +161,7 @@ def test_files_targets_and_modules_named_exist(repository: Path, page: str) -> N
 
 
 def test_links_between_pages_lead_somewhere(repository: Path) -> None:
-    for page in (*PAGES, "docs/attention.md", "docs/measuring.md", "README.md", "CHANGELOG.md"):
+    for page in (*PAGES, *HAND_WRITTEN, "README.md", "CHANGELOG.md"):
         for target in re.findall(r"\]\(([^)#]+)\)", read(repository, page)):
             assert ((repository / page).parent / target).exists(), f"{page}: {target}"
 

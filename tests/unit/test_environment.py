@@ -10,6 +10,7 @@ import pytest
 
 from stages import environment, gpu
 from tilerank import machine
+from tilerank.kernels import tf_build
 
 PAGE = "| NVIDIA-SMI 550.54.15    Driver Version: 550.54.15    CUDA Version: {cuda}     |"
 
@@ -56,6 +57,28 @@ def test_a_driver_that_no_torch_serves_is_refused(tmp_path: Path, monkeypatch: p
     smi(tmp_path, monkeypatch, "11.8")
     with pytest.raises(SystemExit, match=r"serves CUDA 11\.8; torch needs 12\.0 or newer"):
         Recorded().install_torch()
+
+
+def test_tensorflow_comes_without_torch_and_with_what_the_binding_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made = Recorded()
+    made.install_tensorflow()
+    smi(tmp_path, monkeypatch, "13.0")
+    made.install_tensorflow()
+    (cpu, _), (gpu, tilerank) = made.calls[:2], made.calls[2:]
+    assert cpu[:2] == ("install", "tensorflow-cpu>=2.21,<2.22")
+    assert gpu[:2] == ("install", "tensorflow[and-cuda]>=2.21,<2.22")
+    assert cpu[2:] == gpu[2:] == tuple(environment.tensorflow_needs())
+    names = [requirement.split(">")[0] for requirement in environment.tensorflow_needs()]
+    assert names == list(environment.TENSORFLOW_NEEDS)
+    assert tilerank == ("install", "--no-deps", "--editable", str(environment.ROOT))
+
+
+def test_the_environment_has_the_tensorflow_that_is_served() -> None:
+    served = ".".join(map(str, tf_build.SERVED))
+    assert environment.TENSORFLOW.startswith(f">={served},<")
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,12 @@ FULL = {
     },
     "later": {
         "block": {"fp16": {"us": 101.0, "launches": 1, "unfused_us": 203.0, "unfused_launches": 7}},
+        "block_lengths": {
+            "fp16": {
+                "128": {"us": 31.0, "launches": 2, "unfused_us": 45.0, "unfused_launches": 7, "variant": "mma", **PEER}
+            }
+        },
+        "layernorm": {"welford": {"rows_512_us": 4.1, "rows_512_torch_us": 4.3, "rows_16384_us": 21.0}},
         "bert_large": {
             "512": {
                 "tokens_per_s": 301000.0,
@@ -226,6 +232,22 @@ FULL = {
             "1024": {"tokens_per_s": 302000.0},
         },
         "micro": {"fp16": {"512x64": {"us": 17.1, "eager_us": 348.0, "variant": "mma", **PEER}}},
+        "tensorflow": {
+            "available": True,
+            "version": "2.21.0",
+            "cublas": "12.5.3",
+            "control_host_copies": 1,
+            "fp16": {
+                "512": {
+                    "eager": {
+                        **{"us": 87.0, "launches": 2, "host_copies": 0, "allocations": 0, "waits": 0},
+                        **{"max_abs_error": 2e-3, "speedup_vs_stock": 3.1, "speedup_vs_stock_is_noise": False},
+                    },
+                    "stock_eager": {"us": 269.7, "launches": 17},
+                    "stock_graph": {"available": False, "reason": "no products"},
+                }
+            },
+        },
     },
 }
 
@@ -384,12 +406,26 @@ def test_null_is_refused_by_key():
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
+def test_a_way_of_calling_from_tensorflow_is_a_row_and_what_did_not_run_is_none(records):
+    table = readme_tables(records)["tensorflow"]
+    rows = [line for line in table.splitlines() if line.startswith("| fp16")]
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| fp16, 512 tokens, eager",
+        "| fp16, 512 tokens, Keras’s own, eager",
+    ]
+    assert "| 87.0 | 3.10× | 2 | 0 | 0 | 0 | 2.0e-03 |" in rows[0]
+    assert "TensorFlow: 2.21.0; cuBLAS under Keras’s own: 12.5.3; host copies that the control shows: 1." in table
+    assert "stage `bench_tf`" in readme_tables([])["tensorflow"]
+
+
 def test_every_contract_key_has_a_column():
     shown = {spec.name: {column.key for column in (*spec.columns, *spec.facts)} for spec in TABLES}
     shown["quality"] |= {"bm25_ndcg10", "bm25_recall50", "baseline_ndcg10", "baseline_mrr10", "baseline_recall10"}
     shown["rungs"] |= {"speedup_vs_peer"}  # of each input scale
     shown["ladder"] |= {"masked", "best_peer_us", "block", "shared_bytes", "share_of_floor", "floor_bound"}
     shown["ladder"] |= {*summarise(make_records(FULL))["ladder"]["best_ffma"]}
+
+    shown["tensorflow"] |= {"available", "reason", "speedup_vs_stock_is_noise"}
 
     def keys(section):
         for key, value in section.items():
@@ -829,7 +865,7 @@ def test_page_has_every_section_picture_and_record(page, records):
     assert {spec.name for spec in TABLES} <= set(ids)
     assert {identifier.removeprefix("picture-") for identifier in ids if identifier.startswith("picture-")} == {
         *("lengths-scifact", "time-shares", "ladder", "floors", "predicted-and-measured", "rerank-times"),
-        *("quality-intervals", "predicted-times", "stalls", "roofline"),
+        *("quality-intervals", "predicted-times", "stalls", "roofline", "block-lengths"),
     }
     text = " ".join(Structure(page).text)
     for record in records:

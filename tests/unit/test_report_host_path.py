@@ -67,9 +67,9 @@ def test_the_picture_starts_with_the_unmodified_pipeline() -> None:
     bars = picture.description.split(": ", 1)[1].split(", ")
     assert bars == [
         "fp32 unmodified 48.8 (model 7.00)",
-        "fp32 padded 31.0 (model 20.0)",
-        "fp32 cached 14.0 (model 13.0)",
-        "fp16 padded 18.0 (model 7.00)",
+        "fp32 padded 31.0; as it runs 30.5 (model 20.0)",
+        "fp32 cached 14.0; as it runs 13.5 (model 13.0)",
+        "fp16 padded 18.0; as it runs 17.5 (model 7.00)",
     ]
     for _, label, _ in PHASES:
         assert label in picture.standalone

@@ -21,7 +21,7 @@ SDPA = "sdpa"
 PACKED_FLASH, PACKED_EFFICIENT = "varlen flash", "mem-efficient packed"
 """torch's kernels for packed input: FlashAttention-2 for 16 bit, the memory-efficient one for fp32."""
 
-_BACKENDS = {
+SDPA_BACKENDS = {
     "sdpa math": "MATH",
     "sdpa mem-efficient": "EFFICIENT_ATTENTION",
     "sdpa flash": "FLASH_ATTENTION",
@@ -114,7 +114,7 @@ def _sdpa_makers(
 
         return run
 
-    for name, backend in _BACKENDS.items():
+    for name, backend in SDPA_BACKENDS.items():
         yield name, lambda backend=backend: restricted(backend)
 
 

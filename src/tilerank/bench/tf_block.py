@@ -7,6 +7,7 @@ JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -134,8 +135,10 @@ def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
         return {"available": False, "reason": seen["unavailable"]}
     error = seen["max_excess"] if precision == "fp32" else seen["max_abs_error"]
     tolerance = TOLERANCES[precision]
-    row: dict[str, Any] = {"right": bool(error <= tolerance), "max_abs_error": seen["max_abs_error"]}
-    if "calls" in seen:
+    row: dict[str, Any] = {"right": bool(error <= tolerance)}
+    if math.isfinite(seen["max_abs_error"]):  # a record holds no NaN
+        row["max_abs_error"] = seen["max_abs_error"]
+    if "counts" in seen:
         row |= _driver_figures(seen, COUNTED)
     if not row["right"]:
         row["failure"] = f"error {error:.3g} against float64 is above {tolerance:.3g}"
@@ -150,7 +153,7 @@ def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
 def _driver_figures(seen: Mapping[str, Any], count: int) -> dict[str, Any]:
     """What one of ``count`` calls asked of the driver. A copy whose direction its name does not tell counts as the
     host's."""
-    calls: Mapping[str, int] = seen["calls"]
+    calls: Mapping[str, int] = seen["counts"]
 
     def each(matches: Any) -> float | int:
         total = sum(number for name, number in calls.items() if matches(name))

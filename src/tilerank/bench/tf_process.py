@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,79 +24,12 @@ import numpy as np
 import tensorflow as tf
 
 import tilerank.tf
-from tilerank.kernels import build, library, registry
+from tilerank.bench.driver_calls import DriverCalls
+from tilerank.errors import TilerankError
+from tilerank.kernels import library
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 Block = Callable[[tf.Tensor], tf.Tensor]
-
-
-def cupti_candidates() -> Iterator[Path]:
-    """Where CUPTI may be: packages of this Python (torch brings one), then toolkits."""
-    for folder in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
-        yield from sorted(Path(folder).glob("nvidia/*/lib/libcupti.so.*"), reverse=True)
-    for pattern in (
-        "cuda*/extras/CUPTI/lib64/libcupti.so.*",
-        "cuda*/lib*/libcupti.so.*",
-        "cuda*/targets/*/lib/libcupti.so.*",
-    ):
-        yield from sorted(Path("/usr/local").glob(pattern), reverse=True)
-
-
-class DriverCalls:
-    """Counts CUDA driver calls through ``cuda/tests/driver_calls.c``; `reason` says why it cannot, else it is empty."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._cupti: Path | None = None
-        self.reason = "there is no CUPTI (libcupti.so)"
-        try:
-            library = folder / "driver_calls.so"
-            source = registry.cuda_dir() / "tests" / "driver_calls.c"
-            command = ["cc", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"]
-            answer = subprocess.run(command, capture_output=True, text=True, check=False, env=build.environment())
-            if answer.returncode != 0:
-                self.reason = f"the counter does not compile: {answer.stderr.strip()[:200]}"
-                return
-            self._calls = ctypes.CDLL(str(library))
-        except OSError as error:
-            self.reason = f"the counter does not compile or load: {error}"
-            return
-        for name in ("driver_calls_start", "driver_calls_stop"):
-            getattr(self._calls, name).restype = ctypes.c_char_p
-        for candidate in cupti_candidates():
-            refused = self._calls.driver_calls_start(str(candidate).encode())
-            if refused is None:
-                self._calls.driver_calls_stop(b"/dev/null")
-                self._cupti, self.reason = candidate, ""
-                return
-            self.reason = f"{candidate.name}: {refused.decode(errors='replace')}"
-
-    def of(self, run: Callable[[], Any]) -> dict[str, Any]:
-        """Driver calls by name, and the kernels launched, while ``run`` runs."""
-        path = self._folder / "calls.txt"
-        refused = self._calls.driver_calls_start(str(self._cupti).encode())
-        try:
-            run()
-        finally:
-            if refused is None:
-                refused = self._calls.driver_calls_stop(str(path).encode())
-        if refused is not None:
-            raise RuntimeError(refused.decode(errors="replace"))
-        return read_calls(path.read_text(encoding="utf-8"))
-
-
-def read_calls(text: str) -> dict[str, Any]:
-    """The lines that the counter writes: {"calls": {name: count}, "kernels": [name, ...]}."""
-    calls: dict[str, int] = {}
-    kernels: list[str] = []
-    for line in text.splitlines():
-        kind, _, rest = line.partition(" ")
-        if kind == "kernel":
-            kernels.append(rest)
-        else:
-            count, name = rest.split(" ", 1)
-            calls[name] = calls.get(name, 0) + int(count)
-    return {"calls": calls, "kernels": kernels}
 
 
 def cublas_version() -> str:
@@ -145,7 +77,7 @@ def exact_block(values: Mapping[str, np.ndarray], heads: int, head_dim: int) -> 
 
 
 def blocks_of(
-    values: Mapping[str, np.ndarray], heads: int, head_dim: int, dtype: str, variant: str, with_stock: bool
+    values: Mapping[str, np.ndarray], heads: int, head_dim: int, dtype: str, variant: str
 ) -> dict[str, Block]:
     """The block called eagerly, in a graph and as a layer; and what a Keras encoder has in its place."""
     given = {name: tf.cast(tf.constant(value), dtype) for name, value in values.items() if name != "x"}
@@ -156,25 +88,23 @@ def blocks_of(
     layer = tilerank.tf.FusedAttentionLayer(heads, head_dim, dtype=dtype, variant=variant)
     layer.build(values["x"].shape)
     layer.set_weights([values[weight.name] for weight in layer.weights])
-    blocks: dict[str, Block] = {"eager": eager, "graph": tf.function(eager, autograph=False), "layer": layer}
-    if with_stock:
-        norm = keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype)
-        attention = keras.layers.MultiHeadAttention(heads, head_dim, dtype=dtype)
-        norm.build(values["x"].shape)
-        attention.build(values["x"].shape, values["x"].shape)
-        norm.set_weights([values["gamma"], values["beta"]])
-        split = [
-            (values[f"w{name}"].reshape(-1, heads, head_dim), values[f"b{name}"].reshape(heads, -1)) for name in "qkv"
-        ]
-        out = (values["wo"].reshape(heads, head_dim, -1), values["bo"])
-        attention.set_weights([each for pair in (*split, out) for each in pair])
+    norm = keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype)
+    attention = keras.layers.MultiHeadAttention(heads, head_dim, dtype=dtype)
+    norm.build(values["x"].shape)
+    attention.build(values["x"].shape, values["x"].shape)
+    norm.set_weights([values["gamma"], values["beta"]])
+    split = [(values[f"w{name}"].reshape(-1, heads, head_dim), values[f"b{name}"].reshape(heads, -1)) for name in "qkv"]
+    out = (values["wo"].reshape(heads, head_dim, -1), values["bo"])
+    attention.set_weights([each for pair in (*split, out) for each in pair])
 
-        def stock(x: tf.Tensor) -> tf.Tensor:
-            rows = norm(x)
-            return attention(rows, rows)
+    def stock(x: tf.Tensor) -> tf.Tensor:
+        rows = norm(x)
+        return attention(rows, rows)
 
-        blocks |= {"stock_eager": stock, "stock_graph": tf.function(stock, autograph=False)}
-    return blocks
+    def graph(call: Block) -> Block:
+        return tf.function(call, autograph=False)
+
+    return {"eager": eager, "graph": graph(eager), "layer": layer, "stock_eager": stock, "stock_graph": graph(stock)}
 
 
 # ---- One case ----
@@ -203,7 +133,7 @@ def run_case(
     values = inputs_of(batch, tokens, width, heads * head_dim, dtype)
     exact = exact_block(values, heads, head_dim)
     x = tf.cast(tf.constant(values["x"]), dtype)
-    blocks = blocks_of(values, heads, head_dim, dtype, "auto" if on_gpu else "reference", with_stock=on_gpu)
+    blocks = blocks_of(values, heads, head_dim, dtype, "auto" if on_gpu else "reference")
     record: dict[str, Any] = {}
     for name, block in blocks.items():
         try:
@@ -221,7 +151,7 @@ def run_case(
             "max_excess": float((error - 1e-3 * np.abs(exact)).max()),  # beyond a relative error of 1e-3
         }
         if calls is not None:
-            record[name] |= calls.of(lambda block=block: [block(x) for _ in range(options.counted)])
+            record[name] |= asdict(calls.of(lambda block=block: [block(x) for _ in range(options.counted)]))
     if on_gpu:
         runs = {name: block for name, block in blocks.items() if "unavailable" not in record[name]}
         for name in runs:
@@ -248,6 +178,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         tf.config.set_visible_devices([], "GPU")
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # Keras's own fp32 is held to fp32's limit
     gpus = tf.config.get_visible_devices("GPU")
     record: dict[str, Any] = {"tensorflow": tf.__version__, "keras": keras.__version__, "on_gpu": bool(gpus)}
     record |= {"build_id": library.load().build_id, "cases": {}}
@@ -256,11 +187,14 @@ def main() -> None:
         if gpus:
             record["cublas"] = cublas_version()
             record["gpu"] = tf.config.experimental.get_device_details(gpus[0]).get("device_name")
-            counter = DriverCalls(Path(folder))
-            record["counter"] = counter.reason or "available"
-            if not counter.reason:  # a counter that sees no copy where there is one would be no witness
-                calls, tensor = counter, tf.ones((4,))
-                record["control"] = calls.of(lambda: (tensor + 1).numpy())
+            try:
+                calls = DriverCalls(Path(folder))
+            except TilerankError as error:
+                record["counter"] = str(error)
+            else:  # a counter that sees no copy where there is one would be no witness
+                tensor = tf.ones((4,))
+                record["counter"] = "available"
+                record["control"] = asdict(calls.of(lambda: (tensor + 1).numpy()))
         for shape in options.shapes:
             sizes = [int(size) for size in shape.split("x")]
             record["cases"][shape] = {}

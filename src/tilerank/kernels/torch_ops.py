@@ -344,16 +344,17 @@ def _sm(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _choose(variant: str, request: registry.Request) -> registry.Row:
-    """The row that a call runs; ValueError when the named one, or any, does not serve it."""
+def _choose(variant: str, request: registry.Request, operation: str = "attention") -> registry.Row:
+    """The operation's row that a call runs; ValueError when the named one, or any, does not serve it."""
     if request.device == "cuda" and _library().backend != "cuda":
         raise TilerankError(
             "the kernels were built for the CPU only, because no nvcc was found: put the CUDA toolkit's bin folder on "
             "PATH, set CUDA_HOME, or `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, and start again"
         )
     if variant == "auto":
-        return registry.select(request, registry.attention_rows()).row
-    row = registry.get(variant)
+        rows = registry.attention_rows() if operation == "attention" else registry.rows_of(operation)
+        return registry.select(request, rows).row
+    row = registry.get(variant, operation)
     reason = registry.refusal(row, request)
     if reason is not None:
         raise ValueError(f"variant {variant!r} does not serve this call: {reason}; variant='auto' takes one that does")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilerank import host_path
-from tilerank.report.figures import LINE, MUTED, OURS, REST, Picture, _picture
+from tilerank.report.figures import INK, LINE, MUTED, OURS, REST, Picture, _picture
 from tilerank.report.records import PRECISIONS, Record, Summary, lookup, merge, sources
 from tilerank.report.tables import ABSENT, FAILED, Table, markdown, short
 
@@ -48,36 +48,45 @@ def _time(step: Mapping[str, Any]) -> str:
 
 
 def steps_pictures(summary: Summary) -> tuple[Picture, ...]:
-    """A bar for the unmodified pipeline and for each path, cut where its time goes; none without a record."""
+    """A bar for the unmodified pipeline and for each path, cut where its time goes, with a mark at its time as it runs;
+    none without a record."""
     bars: list[tuple[str, list[float]]] = []
     unmodified = lookup(summary, "profile.ms")
     if unmodified is not None:
         parts = (("tokenize",), ("tensors", "transfer"), ("forward",), ("scores",))
         bars.append(("fp32 unmodified", [sum(unmodified.get(key, 0.0) for key in keys) for keys in parts]))
     names = [name for name, _, _ in _IDEAS]
-    paths = [
-        (f"{precision} {name}", [step[f"{key}_ms"] for key, _, _ in PHASES])
+    steps = [
+        (f"{precision} {name}", step)
         for precision in PRECISIONS
         for name in names
         if "ms" in (step := lookup(summary, f"rerank.{precision}.steps.{name}") or {})
     ]
-    if not paths:
+    if not steps:
         return ()
-    bars += paths
+    as_run = {len(bars) + row: step["ms"] for row, (_, step) in enumerate(steps)}
+    bars += [(label, [step[f"{key}_ms"] for key, _, _ in PHASES]) for label, step in steps]
     totals = [sum(parts) for _, parts in bars]
 
     def paint(axes: Axes) -> None:
         for phase, (_, label, colour) in enumerate(PHASES):
             lefts = [sum(parts[:phase]) for _, parts in bars]
             axes.barh(range(len(bars)), [parts[phase] for _, parts in bars], left=lefts, color=colour, label=label)
+        axes.plot(list(as_run.values()), list(as_run), "|", color=INK, markersize=12, label="as it runs")
         for row, total in enumerate(totals):
-            axes.text(total + max(totals) * 0.015, row, short(total), va="center")
-        axes.set(xlim=(0, max(totals) * 1.15), xlabel="ms, the device waited for after every part")
+            end = max(total, as_run.get(row, 0.0)) + max(totals) * 0.015
+            axes.text(end, row, _label(total, as_run.get(row)), va="center")
+        axes.set(xlim=(0, max(totals) * 1.3), xlabel="ms, the device waited for after every part")
         axes.set_yticks(range(len(bars)), [label for label, _ in bars])
         axes.invert_yaxis()
         axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=2, frameon=False, fontsize=8)
 
     description = "One query from text to scores, ms: " + ", ".join(
-        f"{label} {short(total)} (model {short(parts[2])})" for (label, parts), total in zip(bars, totals, strict=True)
+        f"{label} {_label(total, as_run.get(row))} (model {short(parts[2])})"
+        for row, ((label, parts), total) in enumerate(zip(bars, totals, strict=True))
     )
     return (_picture("host-path", "rerank", description, 1.1 + 0.27 * len(bars), paint),)
+
+
+def _label(total: float, as_run: float | None) -> str:
+    return short(total) if as_run is None else f"{short(total)}; as it runs {short(as_run)}"

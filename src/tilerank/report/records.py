@@ -16,7 +16,7 @@ _LONGEST_NAME = 40
 
 SECTIONS = (
     *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "checks", "block", "bert_large", "micro", "tensorflow"),
+    *("quality", "memory", "checks", "block", "block_lengths", "layernorm", "bert_large", "micro", "tensorflow"),
 )
 """The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
 
@@ -25,7 +25,10 @@ SECTIONS = (
 DERIVED = {"attention": ("ladder", "rungs")}
 """Section that `merge` adds -> the recorded ones that it is taken from."""
 
-PER_VARIANT = ("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_")
+PER_VARIANT = (
+    *("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_"),
+    *("build_block_", "build_layernorm_"),
+)
 """What the names of records begin with that belong to one variant."""
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")

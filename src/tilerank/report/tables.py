@@ -106,6 +106,16 @@ def check_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tupl
     return [(label, told(values)) for label, values in keyed(section, order)]
 
 
+def tensorflow_entries(section: Mapping[str, Any], order: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """A row for each precision, number of tokens and way of calling; what Keras has in the block's place comes last."""
+    return [
+        (f"{precision}, {tokens} tokens, {way.replace('stock_', 'Keras’s own, ')}", figures)
+        for precision, lengths in keyed(section, order)
+        for tokens, ways in keyed(lengths, order)
+        for way, figures in as_given(ways, order)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """How one section of the summary becomes a table."""
@@ -512,11 +522,47 @@ TABLES = (
             Column("unfused, µs", "unfused_us", short),
             Column("unfused launches", "unfused_launches", count),
         ),
+        "Batch 4, 512 tokens, width 1024, 16 heads of 64, as `auto` serves it; unfused: LayerNorm, three projections, "
+        "SDPA and the output projection in torch's operators.",
+    ),
+    TableSpec(
+        "block_lengths",
+        "The fused attention block over lengths",
+        "bench_block",
+        "precision and tokens",
+        (
+            Column("variant", "variant", text),
+            Column("µs", "us", short),
+            Column("launches", "launches", count),
+            Column("unfused, µs", "unfused_us", short),
+            Column("unfused launches", "unfused_launches", count),
+            Column("against it", "speedup_vs_unfused", ratio),
+            Column("best backend", "best_peer", text),
+            Column("best backend, µs", "best_peer_us", short),
+            Column("largest error", "max_abs_error", error),
+            Column("unfused", "unfused_max_abs_error", error),
+        ),
+        "Batch 4, width 1024, 16 heads of 64. The best backend is the quickest of torch's for the unfused block, its "
+        "own choice among them.",
+        entries=keyed_twice,
+    ),
+    TableSpec(
+        "layernorm",
+        "Layer normalisation",
+        "bench_block",
+        "variant",
+        (
+            Column("512 rows, µs", "rows_512_us", short),
+            Column("torch, µs", "rows_512_torch_us", short),
+            Column("16,384 rows, µs", "rows_16384_us", short),
+            Column("torch, µs", "rows_16384_torch_us", short),
+        ),
+        "Rows of 1,024 in fp16.",
     ),
     TableSpec(
         "bert_large",
         "BERT-large, tokens a second",
-        "bench_bert_large",
+        "bench_block",
         "sequence",
         (
             Column("tokens/s", "tokens_per_s", count),
@@ -544,6 +590,30 @@ TABLES = (
         "Queries x head dim, batch 4, 16 heads, no mask unless the case says causal. kv: heads of keys and values; "
         "keys: their number where it is not the queries'. Eager is attention in plain operators.",
         entries=keyed_twice,
+    ),
+    TableSpec(
+        "tensorflow",
+        "The attention block in TensorFlow",
+        "bench_tf",
+        "call",
+        (
+            Column("µs a call", "us", short),
+            Column("against Keras’s own", "speedup_vs_stock", ratio),
+            Column("launches", "launches", count),
+            Column("copies from or to the host", "host_copies", count),
+            Column("allocations", "allocations", count),
+            Column("waits", "waits", count),
+            Column("largest error", "max_abs_error", error),
+        ),
+        "Batch 8, width 768, 12 heads. A time is that of a call when calls are queued one behind another, the host's "
+        "share included. Launches, copies, allocations and waits are those that the CUDA driver sees during a call; "
+        "errors are against float64 on the CPU. Keras’s own: LayerNormalization and MultiHeadAttention, TF32 off.",
+        facts=(
+            Column("TensorFlow", "version", text),
+            Column("cuBLAS under Keras’s own", "cublas", text),
+            Column("host copies that the control shows", "control_host_copies", count),
+        ),
+        entries=tensorflow_entries,
     ),
 )
 

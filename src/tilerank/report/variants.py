@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tilerank.kernels.registry import MAX_HEAD_DIM, Row, attention_rows
+from tilerank.kernels.registry import MAX_HEAD_DIM, Row, attention_rows, rows_of
 from tilerank.report.analysis import devices_table
 from tilerank.report.markers import update_markers
 
-PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md")
+PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md", "docs/block.md")
 """Where the tables stand."""
 
 
@@ -36,7 +36,16 @@ def predictions_table(rows: Sequence[Row]) -> str:
 
 def doc_tables(rows: Sequence[Row]) -> dict[str, str]:
     """Marker name -> table, for `update_markers`."""
-    return {"variants": variants_table(rows), "predictions": predictions_table(rows), "devices": devices_table()}
+    block, layernorm = rows_of("block"), rows_of("layernorm")
+    return {
+        "variants": variants_table(rows),
+        "predictions": predictions_table(rows),
+        "devices": devices_table(),
+        "block_variants": variants_table(block),
+        "block_predictions": predictions_table(block),
+        "layernorm_variants": variants_table(layernorm),
+        "layernorm_predictions": predictions_table(layernorm),
+    }
 
 
 def _serves(row: Row) -> tuple[str, ...]:
