@@ -38,6 +38,9 @@ Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 gelu: Activation = functional.gelu  # by the error function
 
+NORM = "vectorized"
+"""The variant of layer normalisation behind products that do not end with it."""
+
 OWN_PRODUCTS = {
     "fp32": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
     "fp16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
@@ -217,20 +220,20 @@ class KernelParts(TorchParts):
                 return encoder_ops.linear_norm(x, weights, *ends, **options)
 
             return in_one
-        if not self._runs("layernorm", "vectorized"):
+        if not self._runs("layernorm", NORM):
             return super().linear_norm(name, weight, bias, norm, bound)
         if own and self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
             options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": True}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
-            self.used[name] = "split_rows, vectorized"
+            self.used[name] = f"split_rows, {NORM}"
         else:
             multiply = functools.partial(functional.linear, weight=self._here(weight))
-            self.used[name] = "torch, vectorized"
+            self.used[name] = f"torch, {NORM}"
 
         def in_two(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             ends = (residual, bias, gamma, beta, norm.eps)
-            return encoder_ops.layernorm(multiply(x), *ends, variant="vectorized", out=residual)
+            return encoder_ops.layernorm(multiply(x), *ends, variant=NORM, out=residual)
 
         return in_two
 
