@@ -30,6 +30,10 @@ EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
 _BETWEEN = {4: (OUT, UP, DOWN, QKV), 6: (OUT, OUT, UP, DOWN, DOWN, QKV), 7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV)}
 
 
+TOKEN_ATTENTION = "warp_keys::"
+"""In the name of the kernel that may stand for the last attention, from first tokens alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What a layer's arithmetic depends on."""
@@ -44,7 +48,7 @@ def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
 
     Raises `TilerankError` for an order that is not that of a fused pass.
     """
-    places = [number for number, name in enumerate(kernels) if attention in name]
+    places = [number for number, name in enumerate(kernels) if attention in name or TOKEN_ATTENTION in name]
     if len(places) < 2:
         raise TilerankError(f"{len(places)} kernels are called {attention!r}; a pass of two layers or more has as many")
     labels = [EMBEDDINGS] * (places[0] - 1) + [QKV]
