@@ -251,5 +251,5 @@ def test_accelerate(cross_encoder_dir: Path, precision: str) -> None:
     assert ours.dtype == dtype
     own = (theirs.double() - exact).abs().max()
     if precision == "tf32":
-        own = max(own, torch.tensor(1e-2))  # the model itself ran in fp32
+        own = max(own, torch.tensor(2e-2))  # the model itself ran in fp32
     assert (ours.double() - exact).abs().max() <= 2 * own + 1e-5
