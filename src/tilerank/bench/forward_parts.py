@@ -26,8 +26,13 @@ EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
     "last layer and head",
 )
 
-# Kernels between two attentions, by how many there are: fused ends; LayerNorm, or also GELU, as kernels of their own.
-_BETWEEN = {4: (OUT, UP, DOWN, QKV), 6: (OUT, OUT, UP, DOWN, DOWN, QKV), 7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV)}
+# Kernels between two attentions, by how many there are: fused ends; GELU, LayerNorm, or both as kernels of their own.
+_BETWEEN = {
+    4: (OUT, UP, DOWN, QKV),
+    5: (OUT, UP, UP, DOWN, QKV),
+    6: (OUT, OUT, UP, DOWN, DOWN, QKV),
+    7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV),
+}
 
 
 TOKEN_ATTENTION = "warp_keys::"

@@ -86,8 +86,8 @@ def _attention(
 
 
 class CapturedLibrary:
-    """The model as a CUDA graph for batches of the shape, and the bounds, of ``batch``: compiled (``is_compiled``), or as
-    it is where the compiler fails."""
+    """The model as a CUDA graph for batches of the shape, and the bounds, of ``batch``: compiled (``is_compiled``), or
+    as it is where the compiler fails."""
 
     def __init__(self, model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = False) -> None:
         self._input = batch.values.clone()
