@@ -44,13 +44,8 @@ gelu: Activation = functional.gelu  # by the error function
 NORM = "vectorized"
 """The variant of layer normalisation behind products that do not end with it."""
 
-OWN_PRODUCTS = {
-    "fp32": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-    "fp16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-    "bf16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-}
-"""Precision -> parts whose product a kernel here ends sooner than cuBLASLt and what would follow it, measured on an
-H200 at 16,830 rows of width 384."""
+OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
+"""Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +268,7 @@ class KernelParts(TorchParts):
 
     def _multiplies(self, name: str) -> bool:
         """Whether the part's product is computed by a kernel here."""
-        return not self._few_rows and name in OWN_PRODUCTS.get(self._precision, ())
+        return not self._few_rows and name in OWN_PRODUCTS
 
     def _can_split(self, columns: int, depth: int, bound: Bound) -> bool:
         return (

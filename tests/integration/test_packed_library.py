@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,6 @@ def test_the_library_scores_as_the_padded_model(
     places = torch.cat([torch.arange(length) for length in lengths]).int()
     library = packed_library.PackedLibrary(model, first_only=first_only).eval()
     found = library(ids, types, places, bounds, torch.arange(4).int(), bounds[:-1].long(), 20)
-    for row, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for row, (start, end) in enumerate(itertools.pairwise(bounds)):
         alone = model(input_ids=ids[None, start:end].long(), token_type_ids=types[None, start:end].long())
         torch.testing.assert_close(found[row], alone.logits[0, 0], atol=1e-4, rtol=0)
