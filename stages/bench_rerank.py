@@ -30,9 +30,12 @@ def run(stage: Stage) -> None:
     record = {}
     for precision in workload.precisions:
         limits = rerank.error_limits(setup, precision, calls, reference)
-        times = rerank.bench_precision(setup, precision, calls, reference, limits, machine.rerank_rounds)
-        times |= rerank.bench_many(setup, precision, calls, min(machine.rerank_rounds, 2))
-        times["steps"] = rerank.bench_steps(setup, precision, calls, reference, limits, machine.rerank_rounds)
+        rerankers = rerank.Rerankers.of(setup, precision)
+        judged = (calls, reference, limits, machine.rerank_rounds)
+        times = rerank.bench_precision(setup, precision, rerankers, *judged)
+        times |= rerank.bench_many(setup, precision, rerankers, calls, min(machine.rerank_rounds, 2))
+        times["steps"] = rerank.bench_steps(setup, precision, rerankers, *judged)
+        del rerankers  # what follows measures memory
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
         if device == "cuda":
             record.setdefault("forward", {})[precision] = forward.bench_forward(setup, precision)

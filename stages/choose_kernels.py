@@ -15,7 +15,7 @@ def run(stage: Stage) -> None:
     from tqdm import tqdm
 
     from tilerank import kernel_choices, models
-    from tilerank.bench import micro
+    from tilerank.bench import micro, tf_block
     from tilerank.kernels import registry
     from tilerank.machine import compute_capability
 
@@ -25,7 +25,7 @@ def run(stage: Stage) -> None:
     head_dim = models.head_dim(models.resolve(settings.model, stage.root).path)
     # Precision tf32 is fp32 tensors, for which `auto` takes what it takes for fp32.
     dtypes = [precision for precision in settings.workload.precisions if precision != "tf32"]
-    calls = {**kernel_choices.CALLS, "bench_micro": micro.calls(settings.machine.name)}
+    own = {"bench_micro": micro.calls(on_cpu=not sm), "bench_tf": tf_block.calls(on_cpu=not sm)}
     with tqdm(desc="compiling what auto takes", unit="variant", disable=None) as bar:
 
         @cache
@@ -37,14 +37,14 @@ def run(stage: Stage) -> None:
             name: kernel_choices.choices(
                 of_stage,
                 rows,
-                variant="auto" if name == "bench_micro" else settings.kernel.variant,
+                variant="auto" if name in own else settings.kernel.variant,
                 sm=sm,
                 dtypes=dtypes,
                 head_dim=head_dim,
                 k_len=settings.workload.max_length,
                 digest=digest,
             )
-            for name, of_stage in calls.items()
+            for name, of_stage in {**kernel_choices.CALLS, **own}.items()
         }
     stage.write_metrics({"choices": chosen})
 

@@ -34,11 +34,14 @@ def run(stage: Stage) -> None:
         baseline = quality.score_task(task, unmodified.score, "unmodified fp32")
         quality.write_scores(folder / "baseline_fp32.jsonl", task, baseline)
         for precision, reranker in rerankers.items():
-            scorer = quality.by_pairs(lambda pairs, reranker=reranker: reranker.score(pairs).logits)
-            scores = quality.score_task(task, scorer, f"reranker {precision}")
+            scores = quality.score_pairs(task, _logits(reranker), f"reranker {precision}")
             quality.write_scores(folder / f"reranker_{precision}.jsonl", task, scores)
             records[precision] = quality.quality_record(task, baseline, scores)
     stage.write_metrics({"quality": {**quality.baseline_record(task, baseline), "reranker": records}})
+
+
+def _logits(reranker):
+    return lambda pairs: reranker.score(pairs, show_progress_bar=True).logits
 
 
 if __name__ == "__main__":

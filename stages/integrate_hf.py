@@ -37,8 +37,9 @@ def run(stage: Stage) -> None:
         stage.write_metrics({"drop_in": records})
         return
 
+    reference = rerank.reference_scores(setup, calls)
     records = {
-        precision: drop_in.time_drop_in(setup, precision, calls, machine.rerank_rounds)
+        precision: drop_in.time_drop_in(setup, precision, calls, reference, machine.rerank_rounds)
         for precision in workload.precisions
     }
     _report_failures(records)

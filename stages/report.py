@@ -9,7 +9,7 @@ from stages._run import Stage, stage_main, write_json
 from tilerank import report
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
-from tilerank.report import block, host_path
+from tilerank.report import block, forward_parts, host_path
 from tilerank.report.roofline import roofline_table
 from tilerank.report.variants import doc_tables
 
@@ -22,11 +22,13 @@ PAGES = (
     "docs/bindings.md",
     block.PAGE,
     host_path.PAGE,
+    forward_parts.PAGE,
 )
 
 PICTURES = (
     *("ladder", "time-shares", "lengths-scifact", "stalls", "roofline", "predicted-times", "host-path"),
     block.PICTURE,
+    forward_parts.PICTURE,
 )
 """Those that README and docs show, where the records have figures for them."""
 
@@ -68,6 +70,7 @@ def page_tables(records: Sequence[report.Record]) -> dict[str, str]:
         "roofline": roofline_table(records, tuple(predictions)),
         host_path.TABLE: host_path.steps_table(records),
         block.CHART: block.chart_link(report.summarise(records)),
+        forward_parts.TABLE: forward_parts.parts_table(records),
     }
     return report.readme_tables(records, predictions) | doc_tables(rows) | own
 

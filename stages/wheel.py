@@ -107,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             target = build.Target(backend, options.archs if backend == "cuda" else "")
             packaged = build.write_package(tree / "src" / "tilerank" / "_lib", target, source=tree / "cuda")
+            print(f"wheel: with the library for {backend} {target.archs}".strip(), file=sys.stderr, flush=True)
             objects = [packaged.built.path]
             if tf_python is not None:
                 objects.append(add_operations(tf_python.absolute(), tree))

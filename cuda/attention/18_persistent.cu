@@ -174,7 +174,9 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         compute<Element, D>(args, ring, queues, warp, lane, factor, aligned);
         return;
     }
-    const PassesFor<D> passes(args, lane);
+    UnitPlace places[2];
+    find_places<S::kUnitRows>(args, places, lane);
+    const PassesFor<D> passes(args, places);
     if (warp == S::kWorkers) {
         const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
             constexpr int kColumns = D % 64 == 0 ? 64 : D % 32 == 0 ? 32 : 16;

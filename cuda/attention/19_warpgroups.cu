@@ -350,7 +350,10 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         barrier_init(&shared.empty[threadIdx.x], S::kGroups * kGroupWarps);
     }
     queues.init(kGroupWarps);
-    if (warp < S::kGroups * kGroupWarps) {
+    UnitPlace places[2];
+    if (warp >= S::kGroups * kGroupWarps) {
+        find_places<kUnitRows>(args, places, lane);  // meanwhile the others get the barriers ready
+    } else {
         for (int at = threadIdx.x * 16; at < S::kOnesBytes; at += S::kGroups * kGroupThreads * 16) {
             const uint32_t ones = pack16<Element>(1.0f, 1.0f);
             store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
@@ -360,7 +363,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
     __syncthreads();
     if (warp >= S::kGroups * kGroupWarps) {
         give_registers_back<S::kCopyRegisters>();
-        const PassesFor<D> passes(args, lane);
+        const PassesFor<D> passes(args, places);
         const int copy_warp = warp - S::kGroups * kGroupWarps;
         if (copy_warp == S::kCopyWarps) {
             deal<Element, S::kChunks>(passes, queues, lane);

@@ -1,6 +1,6 @@
 // Split warpgroups: one block a multiprocessor with an equal part of all 64-row units, whose warps do one thing each.
-// Three split the keys of a (sequence, head) pair, once for all its units, into a ring that holds whole pairs; one
-// deals out units; three warpgroups compute, each alone, without a barrier between them.
+// Four split the keys of a (sequence, head) pair, once for all its units, into a ring that holds whole pairs; one deals
+// out units; three warpgroups compute, each alone, without a barrier between them.
 // Prediction: 70 us packed, from 120. A tile of 64 rows x 64 keys takes each scheduler 320 instructions in the groups
 //   and 50 for splitting instead of 590; at 0.6 instructions a cycle 60 us, and 10 us for start and end.
 // Answer: metrics/<machine>/bench_attention_split_warpgroups.json and docs/ladder.md.
@@ -17,14 +17,14 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside the one that splits. Scores, weights, sums and queries take 112 registers of theirs;
-// a block has 65,536, in eights a thread.
+// Warpgroups that compute, beside one that splits and one of which a warp deals out the units. Scores and products,
+// weights, sums and queries take 96 registers of theirs; a block has 65,536, in eights a thread.
 constexpr int kGroups = 3;
 constexpr int kRegisters = 144;
-constexpr int kSplitRegisters = 80;
+constexpr int kSplitRegisters = 40;
+constexpr int kSplitThreads = kGroupThreads;
+constexpr int kThreads = (kGroups + 2) * kGroupThreads;
 constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
-constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kSplitThreads = kGroupThreads - kWarpSize;  // the last warp deals out the units
 constexpr int kResident = 8;
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];
@@ -86,7 +86,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 
     Fragment scores[kSteps * 2];
     Fragment sums[kD / 8];
-    Fragment tile_sums[kD / 8];
+    Fragment products[kD / 4];  // weights and values of a tile: with the high terms of values, then with their low ones
     uint32_t high[kSteps][4] = {};
     uint32_t low[kSteps][4] = {};
     SplitQueries<kD> q;
@@ -106,27 +106,24 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         multiply(q.high[1], 2, 1);
         wgmma_commit();
     };
-    // Of one tile, small products first again. Tensor cores cut off what does not fit a sum, always towards zero, which
-    // adds up over many tiles: these join the sums of all by an addition that rounds to the nearest.
-    const auto issue_tile_sums = [&](int slot) {
+    // Low weights first: tensor cores cut off what does not fit a sum, always towards zero. That adds up over many tiles,
+    // so that each begins with 0 and joins the sums of all by an addition that rounds to the nearest.
+    const auto issue_products = [&](int slot) {
         const uint32_t panel = ring + slot * (2 * kPanelSize) + kPanelSize;
-        const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
-            wgmma_k16<__half, kD, true>(tile_sums, a, tile_descriptor<128>(panel + offset, 1), add);
+        const auto multiply = [&](const uint32_t (&a)[4], int step, int add) {
+            wgmma_k16<__half, 2 * kD, true>(products, a, tile_descriptor<128>(panel + step * 128, 1), add);
         };
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            multiply(high[step], step * 128 + 4, step > 0);
-            multiply(low[step], step * 128, 1);
-        }
+        for (int step = 0; step < kSteps; ++step) multiply(low[step], step, step > 0);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) multiply(high[step], step * 128, 1);
+        for (int step = 0; step < kSteps; ++step) multiply(high[step], step, 1);
         wgmma_commit();
     };
-    const auto add_tile_sums = [&] {
+    const auto add_products = [&] {
 #pragma unroll
         for (int column = 0; column < kD / 8; ++column) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[column][i] += tile_sums[column][i];
+            for (int i = 0; i < 4; ++i) sums[column][i] += products[column][i] + products[column + kD / 8][i];
         }
     };
     // A chunk's place and turn in the ring.
@@ -188,26 +185,25 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     };
 
     prepare(0);
-    {
-        const Task& first = queues.look(group, 0);
-        skip({0, 0}, uniform(first.chunk));
-        if (uniform(first.tiles) == 0) return;
-        use_queries();
-        const At at = place_of(first);
-        wait_for(at);
-        wgmma_fence();
-        issue_scores(at.slot);
-    }
+    int passed = 0;  // chunks that this group has given back
+    At after = {0, 0};  // the one behind them
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        prepare(turn + 1);
         const Task& task = queues.look(group, turn);
         const int tiles = uniform(task.tiles);
+        const int chunk = uniform(task.chunk);
+        skip(after, chunk - passed);
+        passed = max(passed, chunk);
+        if (tiles == 0) return;
+        use_queries();
+        prepare(turn + 1);
         const int whole_tiles = uniform(task.whole_tiles);
         const bool is_last = uniform(task.is_last) != 0;
         const int first_row = first_row_of(task);
         const bool exists = first_row < uniform(task.rows);
         At at = place_of(task);
+        after = at;
+        wait_for(at);
         const int v_field = shared.ring.notes[at.slot].v_field;
         float unit[2];
 #pragma unroll
@@ -227,48 +223,17 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         }
 
 #pragma unroll 1
-        for (int tile = 0;; ++tile) {
-            const bool is_last_tile = tile + 1 == tiles;
-            At following = at;
-            following.advance();
-            broken = broken || shared.ring.notes[at.slot].misfit == task.chunk + tile + 1;
-            if (!is_last_tile) wait_for(following);
+        for (int tile = 0; tile < tiles; ++tile) {
+            wait_for(at);
+            broken = broken || shared.ring.notes[at.slot].misfit == chunk + tile + 1;
+            wgmma_fence();
+            issue_scores(at.slot);
             wgmma_wait<0>();
-            if (tile > 0) {
-                add_tile_sums();
-                if (is_last) give_back({(at.slot == 0 ? kChunks : at.slot) - 1, 0});
-            }
             if (exists) {
-                const bool is_whole = tile < whole_tiles;
-                const int most_seen = min(task.k_len, task.causal_keys + first_row + 15) - tile * kChunkKeys;
                 float tile_sum[2];
-                // The weights of the keys that a row of the warp sees (kWhole: all of them), and their sums.
-                const auto weigh = [&](auto whole) {
-                    constexpr bool kWhole = decltype(whole)::value;
-                    tile_sum[0] = tile_sum[1] = 0.0f;
-#pragma unroll
-                    for (int step = 0; step < kSteps; ++step) {
-                        if (!kWhole && step * 16 >= most_seen) {
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) high[step][i] = low[step][i] = 0;
-                            continue;
-                        }
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int half = i % 2;
-                            const Fragment& score = scores[step * 2 + i / 2];
-                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
-                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
-                            tile_sum[half] += one + other;
-                            const SplitPair terms = split(one, other);
-                            high[step][i] = terms.high;
-                            low[step][i] = terms.low;
-                        }
-                    }
-                };
                 bool looks_for_max = tile == 0 || is_steep;
                 while (true) {
-                    if (!is_whole) {
+                    if (tile >= whole_tiles) {
                         int sees[2];
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
@@ -293,10 +258,20 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                             }
                         }
                     }
-                    if (is_whole) {
-                        weigh(std::true_type{});
-                    } else {
-                        weigh(std::false_type{});
+                    tile_sum[0] = tile_sum[1] = 0.0f;
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int half = i % 2;
+                            const Fragment& score = scores[step * 2 + i / 2];
+                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
+                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
+                            tile_sum[half] += one + other;
+                            const SplitPair terms = split(one, other);
+                            high[step][i] = terms.high;
+                            low[step][i] = terms.low;
+                        }
                     }
                     const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
                     if (looks_for_max || __all_sync(kFullMask, fits)) break;
@@ -307,16 +282,17 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                 softmax[1].sum += tile_sum[1];
             }
             wgmma_fence();
-            issue_tile_sums(at.slot);
-            if (is_last_tile) break;
-            at = following;
-            wgmma_fence();
-            issue_scores(at.slot);
+            issue_products(at.slot);
+            wgmma_wait<0>();
+            add_products();
+            if (tile + 1 < tiles) {
+                if (is_last) give_back(at);
+                at.advance();
+            }
         }
 
         broken = exists && __any_sync(kFullMask, broken);
         if (broken) {
-            wgmma_wait<0>();
             QueryBlock block;
             block.q = static_cast<const float*>(task.q);
             block.out = static_cast<float*>(task.out);
@@ -327,40 +303,20 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             block.causal_keys = task.causal_keys;
             attend_exactly<kD>(args, block, first_row, 16);
         }
-        const Task& next = queues.look(group, turn + 1);
-        const bool has_next = uniform(next.tiles) != 0;
-        const int unused = uniform(next.chunk) - uniform(task.chunk) - tiles;  // chunks between this unit and the next
-        const auto end_sums = [&] {
-            wgmma_wait<0>();
-            add_tile_sums();
-            if (is_last) {
-                give_back(at);
-                at.advance();
-                skip(at, unused);
-            }
-        };
-        const auto store = [&] {
-            if (exists && !broken) {
-                QueryBlock block;
-                block.out = static_cast<float*>(task.out);
-                block.rows = task.rows;
-                store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
-                                     [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
-            }
-            queues.done(group, turn, lane);
-        };
-        if (!has_next) {
-            end_sums();
-            store();
-            return;
+        if (is_last) {
+            give_back(at);
+            at.advance();
+            after = at;
+            passed = chunk + tiles;
         }
-        use_queries();
-        end_sums();
-        const At first = place_of(next);
-        wait_for(first);
-        wgmma_fence();
-        issue_scores(first.slot);
-        store();
+        if (exists && !broken) {
+            QueryBlock block;
+            block.out = static_cast<float*>(task.out);
+            block.rows = task.rows;
+            store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
+                                 [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
+        }
+        queues.done(group, turn, lane);
     }
 }
 
@@ -374,15 +330,15 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
     const int lane = threadIdx.x % kWarpSize;
     shared.ring.init(kGroups * kGroupWarps);
     queues.init(kGroupWarps);
+    UnitPlace places[2];
+    if (warp >= kGroups * kGroupWarps) find_places<kUnitRows>(args, places, lane);
     __syncthreads();
-    if (warp >= kGroups * kGroupWarps) {
+    if (warp >= (kGroups + 1) * kGroupWarps) {
         give_registers_back<kSplitRegisters>();
-        const Passes32 passes(args, lane);
-        if (warp == kThreads / kWarpSize - 1) {
-            deal<float, kChunks>(passes, queues, lane);
-        } else {
-            shared.ring.template fill<kAligned>(passes, threadIdx.x % kGroupThreads);
-        }
+        if (warp == (kGroups + 1) * kGroupWarps) deal<float, kChunks>(Passes32(args, places), queues, lane);
+    } else if (warp >= kGroups * kGroupWarps) {
+        give_registers_back<kSplitRegisters>();
+        shared.ring.template fill<kAligned>(Passes32(args, places), threadIdx.x % kGroupThreads);
     } else {
         take_registers<kRegisters>();
         compute<kAligned>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor);

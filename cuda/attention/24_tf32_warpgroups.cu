@@ -17,14 +17,14 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside the one that rounds. Scores, weights, sums and queries take 72 registers of theirs; a
-// block has 65,536, in eights a thread.
+// Warpgroups that compute, beside one that rounds and one of which a warp deals out the units. Scores, weights, sums and
+// queries take 72 registers of theirs; a block has 65,536, in eights a thread.
 constexpr int kGroups = 4;
 constexpr int kRegisters = 104;
-constexpr int kRoundRegisters = 96;
-constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
-constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kRoundThreads = kGroupThreads - kWarpSize;  // the last warp deals out the units
+constexpr int kRoundRegisters = 48;
+constexpr int kRoundThreads = kGroupThreads;
+constexpr int kThreads = (kGroups + 2) * kGroupThreads;
+constexpr int kChunks = 11;  // of the ring: a panel of keys and one of values each, 176 of 227 KB
 constexpr int kResident = 8;
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];
@@ -160,26 +160,25 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     };
 
     prepare(0);
-    {
-        const Task& first = queues.look(group, 0);
-        skip({0, 0}, uniform(first.chunk));
-        if (uniform(first.tiles) == 0) return;
-        use_queries();
-        const At at = place_of(first);
-        wait_for(at);
-        wgmma_fence();
-        issue_scores(at.slot);
-    }
+    int passed = 0;  // chunks that this group has given back
+    At after = {0, 0};  // the one behind them
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        prepare(turn + 1);
         const Task& task = queues.look(group, turn);
         const int tiles = uniform(task.tiles);
+        const int chunk = uniform(task.chunk);
+        skip(after, chunk - passed);
+        passed = max(passed, chunk);
+        if (tiles == 0) return;
+        use_queries();
+        prepare(turn + 1);
         const int whole_tiles = uniform(task.whole_tiles);
         const bool is_last = uniform(task.is_last) != 0;
         const int first_row = first_row_of(task);
         const bool exists = first_row < uniform(task.rows);
         At at = place_of(task);
+        after = at;
+        wait_for(at);
         const int v_field = shared.ring.notes[at.slot].v_field;
         float unit[2];
 #pragma unroll
@@ -194,43 +193,17 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         bool is_steep = false;
 
 #pragma unroll 1
-        for (int tile = 0;; ++tile) {
-            const bool is_last_tile = tile + 1 == tiles;
-            At following = at;
-            following.advance();
-            broken = broken || shared.ring.notes[at.slot].misfit == task.chunk + tile + 1;
-            if (!is_last_tile) wait_for(following);
+        for (int tile = 0; tile < tiles; ++tile) {
+            wait_for(at);
+            broken = broken || shared.ring.notes[at.slot].misfit == chunk + tile + 1;
+            wgmma_fence();
+            issue_scores(at.slot);
             wgmma_wait<0>();
-            if (is_last && tile > 0) give_back({(at.slot == 0 ? kChunks : at.slot) - 1, 0});
             if (exists) {
-                const bool is_whole = tile < whole_tiles;
-                const int most_seen = min(task.k_len, task.causal_keys + first_row + 15) - tile * kChunkKeys;
                 float tile_sum[2];
-                // The weights of the keys that a row of the warp sees (kWhole: all of them), and their sums.
-                const auto weigh = [&](auto whole) {
-                    constexpr bool kWhole = decltype(whole)::value;
-                    tile_sum[0] = tile_sum[1] = 0.0f;
-#pragma unroll
-                    for (int step = 0; step < kSteps; ++step) {
-                        if (!kWhole && step * 16 >= most_seen) {
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) weights[step][i] = 0;
-                            continue;
-                        }
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int half = i % 2;
-                            const Fragment& score = scores[step * 2 + i / 2];
-                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
-                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
-                            tile_sum[half] += one + other;
-                            weights[step][i] = pack16<__half>(one, other);
-                        }
-                    }
-                };
                 bool looks_for_max = tile == 0 || is_steep;
                 while (true) {
-                    if (!is_whole) {
+                    if (tile >= whole_tiles) {
                         int sees[2];
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
@@ -255,10 +228,18 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                             }
                         }
                     }
-                    if (is_whole) {
-                        weigh(std::true_type{});
-                    } else {
-                        weigh(std::false_type{});
+                    tile_sum[0] = tile_sum[1] = 0.0f;
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int half = i % 2;
+                            const Fragment& score = scores[step * 2 + i / 2];
+                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
+                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
+                            tile_sum[half] += one + other;
+                            weights[step][i] = pack16<__half>(one, other);
+                        }
                     }
                     const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
                     if (looks_for_max || __all_sync(kFullMask, fits)) break;
@@ -270,15 +251,15 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             }
             wgmma_fence();
             issue_sums(at.slot, tile == 0);
-            if (is_last_tile) break;
-            at = following;
-            wgmma_fence();
-            issue_scores(at.slot);
+            wgmma_wait<0>();
+            if (tile + 1 < tiles) {
+                if (is_last) give_back(at);
+                at.advance();
+            }
         }
 
         broken = exists && __any_sync(kFullMask, broken);
         if (broken) {
-            wgmma_wait<0>();
             QueryBlock block;
             block.q = static_cast<const float*>(task.q);
             block.out = static_cast<float*>(task.out);
@@ -289,39 +270,20 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             block.causal_keys = task.causal_keys;
             attend_exactly<kD>(args, block, first_row, 16);
         }
-        const Task& next = queues.look(group, turn + 1);
-        const bool has_next = uniform(next.tiles) != 0;
-        const int unused = uniform(next.chunk) - uniform(task.chunk) - tiles;  // chunks between this unit and the next
-        const auto end_sums = [&] {
-            wgmma_wait<0>();
-            if (is_last) {
-                give_back(at);
-                at.advance();
-                skip(at, unused);
-            }
-        };
-        const auto store = [&] {
-            if (exists && !broken) {
-                QueryBlock block;
-                block.out = static_cast<float*>(task.out);
-                block.rows = task.rows;
-                store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
-                                     [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
-            }
-            queues.done(group, turn, lane);
-        };
-        if (!has_next) {
-            end_sums();
-            store();
-            return;
+        if (is_last) {
+            give_back(at);
+            at.advance();
+            after = at;
+            passed = chunk + tiles;
         }
-        use_queries();
-        end_sums();
-        const At first = place_of(next);
-        wait_for(first);
-        wgmma_fence();
-        issue_scores(first.slot);
-        store();
+        if (exists && !broken) {
+            QueryBlock block;
+            block.out = static_cast<float*>(task.out);
+            block.rows = task.rows;
+            store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
+                                 [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
+        }
+        queues.done(group, turn, lane);
     }
 }
 
@@ -335,15 +297,15 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
     const int lane = threadIdx.x % kWarpSize;
     shared.ring.init(kGroups * kGroupWarps);
     queues.init(kGroupWarps);
+    UnitPlace places[2];
+    if (warp >= kGroups * kGroupWarps) find_places<kUnitRows>(args, places, lane);
     __syncthreads();
-    if (warp >= kGroups * kGroupWarps) {
+    if (warp >= (kGroups + 1) * kGroupWarps) {
         give_registers_back<kRoundRegisters>();
-        const Passes32 passes(args, lane);
-        if (warp == kThreads / kWarpSize - 1) {
-            deal<float, kChunks>(passes, queues, lane);
-        } else {
-            shared.ring.template fill<kAligned>(passes, threadIdx.x % kGroupThreads);
-        }
+        if (warp == (kGroups + 1) * kGroupWarps) deal<float, kChunks>(Passes32(args, places), queues, lane);
+    } else if (warp >= kGroups * kGroupWarps) {
+        give_registers_back<kRoundRegisters>();
+        shared.ring.template fill<kAligned>(Passes32(args, places), threadIdx.x % kGroupThreads);
     } else {
         take_registers<kRegisters>();
         compute<kAligned>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor);

@@ -90,7 +90,7 @@ class TilerankOp : public OpKernel {
                                                           "CPU only: call it under tf.device('CPU:0')")));
         OP_REQUIRES(context, library.load() != nullptr,
                     absl::FailedPreconditionError(
-                        absl::StrCat(type_string(), " has no library to call; import tilerank.tf, which loads it")));
+                        absl::StrCat(type_string(), " has no library to call: call tilerank.tf.load_operations()")));
     }
 
   protected:
@@ -253,7 +253,7 @@ const Optional* find_optional(const std::string& name) {
 
 constexpr const char* kWeights[] = {"wq", "wk", "wv", "wo"};  // inputs 1 to 4
 
-// Has the matrix `index` of kWeights a row for each column of the heads ([columns, width])? Else it is [width, columns].
+// Has the matrix `index` of kWeights a row for each column of the heads ([columns, width]), or [width, columns]?
 bool is_tall(int index, bool is_in_out) { return (index == 3) == is_in_out; }
 
 absl::Status expect(InferenceContext* context, const std::string& name, ShapeHandle shape, ShapeHandle expected) {

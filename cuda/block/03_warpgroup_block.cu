@@ -393,7 +393,9 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
             __syncthreads();  // the part is taken
             const int part = uniform(static_cast<int>(words[0]));
             if (part >= parts) break;
-            const PassesFor<D> passes(plan.attention, lane, part, parts);  // meanwhile the others get the barriers ready
+            UnitPlace places[2];
+            find_places<kUnitRows>(plan.attention, places, lane, part, parts);  // meanwhile the others get the barriers ready
+            const PassesFor<D> passes(plan.attention, places);
             __syncthreads();
             if (copy_warp == S::kCopyWarps) {
                 deal<Element, S::kChunks>(passes, queues, lane);

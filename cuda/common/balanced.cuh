@@ -131,6 +131,12 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
     }
 }
 
+// The same where every block works on its own part.
+template <int kUnitRows>
+__device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
+    find_places<kUnitRows>(args, places, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
 // ---- Walking a block's part ----
 
 // Units of one pair whose chunks go through the ring once: all that the block has of it where the chunks fit (kResident
@@ -149,19 +155,13 @@ struct Passes {
     int chunks = 0;
     int known = -1;  // the sequence that `place` is of
 
-    // By one warp.
-    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane)
-        : Passes(args, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)) {}
-
-    // Of part `block` of `blocks`, whichever block it is that works on it.
-    __device__ __forceinline__ Passes(const AttentionArgs& args, int lane, int block, int blocks) : args(args) {
-        UnitPlace places[2];
-        find_places<kUnitRows>(args, places, lane, block, blocks);
-        end = {uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)};
-        sequence = uniform(places[0].sequence);
-        head = uniform(places[0].head);
-        last_unit = uniform(places[0].unit);
-    }
+    // By one warp, from what find_places found.
+    __device__ __forceinline__ Passes(const AttentionArgs& args, const UnitPlace (&places)[2])
+        : args(args),
+          end{uniform(places[1].sequence), uniform(places[1].head), uniform(places[1].unit)},
+          sequence(uniform(places[0].sequence)),
+          head(uniform(places[0].head)),
+          last_unit(uniform(places[0].unit)) {}
 
     __device__ __forceinline__ int units() const { return (place.q_len + kUnitRows - 1) / kUnitRows; }
 

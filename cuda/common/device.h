@@ -155,6 +155,9 @@ __device__ __forceinline__ uint32_t to_tf32(float value);
 // be subnormal.
 __device__ __forceinline__ float exp2_approx(float value);
 
+// 1 / value, one instruction (rcp.approx.ftz): relative error 2^-23.
+__device__ __forceinline__ float reciprocal_approx(float value);
+
 // ---- Implementation -------------------------------------------------------------------------------------------------
 }  // namespace tilerank
 

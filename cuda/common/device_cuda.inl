@@ -171,4 +171,10 @@ __device__ __forceinline__ float exp2_approx(float value) {
     return result;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
 }  // namespace tilerank

@@ -97,6 +97,18 @@ __device__ __forceinline__ uint32_t pack16<__nv_bfloat16>(float low, float high)
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// The two numbers of a register.
+template <typename Element>
+__device__ __forceinline__ float2 unpack16(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack16<__half>(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack16<__nv_bfloat16>(uint32_t pair) {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+
 // The larger of two pairs, half by half.
 template <typename Element>
 __device__ __forceinline__ uint32_t max16(uint32_t a, uint32_t b);

@@ -59,23 +59,57 @@ struct PanelRing {
     template <bool kAligned, typename P>
     __device__ __forceinline__ void fill(P passes, int thread) const {
         const AttentionArgs& args = passes.args;
+        const Share share(thread);
         int slot = 0;
         uint32_t parity = 1;  // of the phase before the first: nothing to wait for
         int split_slot = 0;
-        int number = 0;
+        int number = 0;       // of the chunk that is split next
         int pending = 0;      // chunks on their way
         unsigned firsts = 0;  // which of them are the first of a pass, a bit each
         int measured = 0;
         int k_field = 0;
         int v_field = 0;
-        // The one that has been on its way longest, once it is there.
-        const auto split_oldest = [&] {
+        int chunk = 0;  // of the pass
+        bool has_more = passes.next();
+        HeadView<float> view = {};
+        if (has_more) view = head_view<float>(args, passes.sequence, passes.head);
+        // One place that copies and one that splits: what every warp waits for should not be long.
+#pragma unroll 1
+        while (has_more || pending > 0) {
+            const bool is_free = has_more && __all_sync(kFullMask, barrier_test(&empty[slot], parity));
+            if (is_free) {
+                const int first = chunk * kChunkKeys;
+                const int count = passes.place.k_len - first;
+                if (thread == 0) notes[slot].k = view.k, notes[slot].v = view.v;
+                unsigned char* k_panel = panels + slot * 2 * kPanelBytes;
+                copy<kAligned>(k_panel, view.k + first * args.k_token_stride, args.k_token_stride, count, share);
+                copy<kAligned>(k_panel + kPanelBytes, view.v + first * args.v_token_stride, args.v_token_stride, count,
+                               share);
+                copy_async_commit();
+                firsts |= (chunk == 0 ? 1u : 0u) << pending;
+                ++pending;
+                if (++slot == kChunks) slot = 0, parity ^= 1;
+                if (++chunk == passes.chunks) {
+                    chunk = 0;
+                    has_more = passes.next();
+                    if (has_more) view = head_view<float>(args, passes.sequence, passes.head);
+                }
+                if (pending <= kLag) continue;
+                copy_async_wait<kLag>();
+            } else if (pending == 0) {
+                barrier_wait(&empty[slot], parity);
+                __syncwarp();
+                continue;
+            } else {
+                copy_async_wait<0>();
+            }
+            // The one that has been on its way longest is there.
             unsigned char* k_panel = panels + split_slot * 2 * kPanelBytes;
             unsigned char* v_panel = k_panel + kPanelBytes;
             if (firsts & 1) {
                 // The factors of a pair are those of its first keys; the others are checked.
-                const unsigned k_largest = largest_of(k_panel, thread);
-                const unsigned v_largest = largest_of(v_panel, thread);
+                const unsigned k_largest = largest_of(k_panel, share);
+                const unsigned v_largest = largest_of(v_panel, share);
                 uint4* of_warps = spans + measured % 2 * kWarps;
                 ++measured;
                 if (thread % kWarpSize == 0) of_warps[thread / kWarpSize] = uint4{k_largest, v_largest, 0, 0};
@@ -92,8 +126,8 @@ struct PanelRing {
             __syncwarp();  // what other lanes have copied is there
             Fit k_fit;
             Fit v_fit;
-            split_panel(k_panel, power_of_two(k_field), thread, k_fit);
-            split_panel(v_panel, power_of_two(v_field), thread, v_fit);
+            split_panel(k_panel, power_of_two(k_field), share, k_fit);
+            split_panel(v_panel, power_of_two(v_field), share, v_fit);
             ++number;
             if (thread == 0) notes[split_slot].k_field = k_field, notes[split_slot].v_field = v_field;
             const float k_least = kTerms == 1 ? 0x1p-149f : 0x1p-4f;
@@ -104,85 +138,57 @@ struct PanelRing {
             if (++split_slot == kChunks) split_slot = 0;
             firsts >>= 1;
             --pending;
-        };
-#pragma unroll 1
-        while (passes.next()) {
-            const HeadView<float> view = head_view<float>(args, passes.sequence, passes.head);
-#pragma unroll 1
-            for (int chunk = 0; chunk < passes.chunks; ++chunk) {
-                if (!__all_sync(kFullMask, barrier_test(&empty[slot], parity))) {
-                    copy_async_wait<0>();
-#pragma unroll 1
-                    while (pending > 0) split_oldest();
-                    barrier_wait(&empty[slot], parity);
-                    __syncwarp();
-                }
-                const int first = chunk * kChunkKeys;
-                const int count = passes.place.k_len - first;
-                unsigned char* k_panel = panels + slot * 2 * kPanelBytes;
-                if (thread == 0) notes[slot].k = view.k, notes[slot].v = view.v;
-                copy_panel<kAligned>(k_panel, view.k + first * args.k_token_stride, args.k_token_stride, count, thread);
-                copy_panel<kAligned>(k_panel + kPanelBytes, view.v + first * args.v_token_stride, args.v_token_stride,
-                                     count, thread);
-                copy_async_commit();
-                firsts |= (chunk == 0 ? 1u : 0u) << pending;
-                if (++pending > kLag) {
-                    copy_async_wait<kLag>();
-                    split_oldest();
-                }
-                if (++slot == kChunks) {
-                    slot = 0;
-                    parity ^= 1;
-                }
-            }
         }
-        copy_async_wait<0>();
-#pragma unroll 1
-        while (pending > 0) split_oldest();
     }
 
   private:
-    static constexpr int kLag = 2;                         // chunks on their way while one is split
-    static constexpr int kRowParts = kPanelColumns / 4;    // a thread has four columns
-    static constexpr int kRowStep = kThreads / kRowParts;  // of every kRowStep-th row
-    static constexpr int kRounds = (kChunkKeys + kRowStep - 1) / kRowStep;
+    static constexpr int kLag = 2;  // chunks on their way while one is split
+    // A lane has four columns of every kRowStep-th row, first of the keys, then of the values.
+    static constexpr int kRowParts = kPanelColumns / 4;
+    static constexpr int kRowStep = kThreads / kRowParts;
+    static_assert(kChunkKeys % kRowStep == 0 && kRowStep % 8 == 0);
+    static constexpr int kRounds = kChunkKeys / kRowStep;
 
-    // Where a thread's four columns are in a panel, before they are split.
-    static __device__ __forceinline__ int raw_at(int thread, int round) {
-        return swizzled_offset<128>(thread / kRowParts + round * kRowStep, thread % kRowParts * 16);
-    }
-    // A warp has whole rows, and so all of them or none.
-    static __device__ __forceinline__ bool has_round(int thread, int round) {
-        return kChunkKeys % kRowStep == 0 || thread / kRowParts + round * kRowStep < kChunkKeys;
-    }
+    struct Share {
+        int row;
+        int column;
+        // Rows four apart share a 16-lane store, which then meets no bank twice.
+        __device__ __forceinline__ explicit Share(int thread)
+            : row(thread / (8 * kRowParts) * 8 + thread / kRowParts % 2 * 4 + thread / (2 * kRowParts) % 4),
+              column(thread % kRowParts * 4) {}
+        // Where the columns are in a panel before they are split.
+        __device__ __forceinline__ int raw_at(int round) const {
+            return swizzled_offset<128>(row, column * 4) + round * kRowStep * 128;
+        }
+        // And their terms: 0 the high ones, 1 the low ones.
+        __device__ __forceinline__ int term_at(int round, int term) const {
+            return swizzled_offset<128>(row, column * 2 + term * 64) + round * kRowStep * 128;
+        }
+    };
 
+    // Rows 0..count-1 into a panel, the rest zeros.
     template <bool kAligned>
-    static __device__ __forceinline__ void copy_panel(unsigned char* panel, const float* source, int64_t token_stride,
-                                                      int count, int thread) {
-        const int row = thread / kRowParts;
-        const float* from = source + row * token_stride + thread % kRowParts * 4;
+    static __device__ __forceinline__ void copy(unsigned char* panel, const float* source, int64_t token_stride,
+                                                int count, const Share& share) {
+        const float* from = source + share.row * token_stride + share.column;
 #pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-            if (has_round(thread, round)) {
-                unsigned char* to = panel + raw_at(thread, round);
-                const bool exists = row + round * kRowStep < count;
-                if (kAligned) {
-                    copy_async<16>(to, from, exists);
-                } else {
+        for (int round = 0; round < kRounds; ++round, from += kRowStep * token_stride) {
+            unsigned char* to = panel + share.raw_at(round);
+            const bool exists = share.row + round * kRowStep < count;
+            if (kAligned) {
+                copy_async<16>(to, from, exists);
+            } else {
 #pragma unroll
-                    for (int word = 0; word < 4; ++word) copy_async<4>(to + word * 4, from + word, exists);
-                }
+                for (int word = 0; word < 4; ++word) copy_async<4>(to + word * 4, from + word, exists);
             }
-            from += kRowStep * token_stride;
         }
     }
 
-    static __device__ __forceinline__ unsigned largest_of(const unsigned char* panel, int thread) {
+    static __device__ __forceinline__ unsigned largest_of(const unsigned char* panel, const Share& share) {
         unsigned largest = 0;
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
-            if (!has_round(thread, round)) continue;
-            const float4 four = load_vector<float4>(panel + raw_at(thread, round));
+            const float4 four = load_vector<float4>(panel + share.raw_at(round));
             largest = max(largest, max(max(absolute_bits(four.x), absolute_bits(four.y)),
                                        max(absolute_bits(four.z), absolute_bits(four.w))));
         }
@@ -190,40 +196,24 @@ struct PanelRing {
     }
 
     // Splits a panel where it lies: the terms of a row take its place.
-    static __device__ __forceinline__ void split_panel(unsigned char* panel, float factor, int thread, Fit& fit) {
-        constexpr int kAtOnce = 3;
-        static_assert(kRounds % kAtOnce == 0);
+    static __device__ __forceinline__ void split_panel(unsigned char* panel, float factor, const Share& share,
+                                                       Fit& fit) {
+        constexpr int kAtOnce = kRounds < 4 ? kRounds : 4;
 #pragma unroll
         for (int first = 0; first < kRounds; first += kAtOnce) {
             float4 fours[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (has_round(thread, first + i)) fours[i] = load_vector<float4>(panel + raw_at(thread, first + i));
-            }
+            for (int i = 0; i < kAtOnce; ++i) fours[i] = load_vector<float4>(panel + share.raw_at(first + i));
             __syncwarp();  // these rows have been read
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const int round = first + i;
-                if (!has_round(thread, round)) continue;
-                const int row = thread / kRowParts + round * kRowStep;
-                const int column = thread % kRowParts * 4;
                 float4 four = fours[i];
                 four = {four.x * factor, four.y * factor, four.z * factor, four.w * factor};
                 fit.add_group(four);
                 const SplitPair one = split(four.x, four.y);
                 const SplitPair other = split(four.z, four.w);
-                const int high_at = swizzled_offset<128>(row, column * 2);
-                if (kTerms == 1) {
-                    store_vector(panel + high_at, uint2{one.high, other.high});
-                    continue;
-                }
-                // Rows next to each other store different terms at a time, which then lie in different banks.
-                const bool low_first = row % 2 != 0;
-                const int low_at = swizzled_offset<128>(row, column * 2 + 64);
-                store_vector(panel + (low_first ? low_at : high_at),
-                             low_first ? uint2{one.low, other.low} : uint2{one.high, other.high});
-                store_vector(panel + (low_first ? high_at : low_at),
-                             low_first ? uint2{one.high, other.high} : uint2{one.low, other.low});
+                store_vector(panel + share.term_at(first + i, 0), uint2{one.high, other.high});
+                if (kTerms > 1) store_vector(panel + share.term_at(first + i, 1), uint2{one.low, other.low});
             }
         }
     }

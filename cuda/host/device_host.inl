@@ -91,4 +91,6 @@ inline float exp2_approx(float value) {
     return result < 0x1p-126f ? 0.0f : result;
 }
 
+inline float reciprocal_approx(float value) { return 1.0f / value; }
+
 }  // namespace tilerank

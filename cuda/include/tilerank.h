@@ -1,4 +1,4 @@
-/* tilerank: attention, layer normalisation and the attention block of an encoder, as a plain C interface.
+/* tilerank: attention and the other parts of an encoder, as a plain C interface.
  *
  * The library knows pointers, sizes, strides, a workspace and a stream; it knows no framework.
  *
@@ -222,6 +222,75 @@ typedef struct tilerank_fused_attention_params {
     int64_t wo_stride;
 } tilerank_fused_attention_params;
 
+/* What a linear layer applies to its sums. GELU: x times the share of a normal distribution below x, by the error
+ * function. */
+enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
+
+/* How the weights of a linear layer lie.
+ * PLAIN: row n has the factors of output n.
+ * INTERLEAVED: within each 32 rows, row 8 j + 2 t + e (j and t 0..3, e 0..1) has the factors of output 8 t + 2 j + e, so
+ *   that a thread of a matrix product ends with eight neighbouring outputs. Within each 32 factors of a row, place
+ *   16 s + 8 h + 2 t + e (s and h 0..1) has factor 8 t + 4 s + 2 h + e, so that it reads eight neighbouring inputs.
+ * SPLIT: of an fp32 layer, in fp16. The order of rows is the same; each has the high terms of its factors times
+ *   2^weight_exponent, then the low terms (what rounding to fp16 took away): 2 depth in all. Within each 16, place
+ *   8 h + 2 t + e has factor 4 t + 2 h + e. */
+enum { TILERANK_FORMAT_PLAIN = 0, TILERANK_FORMAT_INTERLEAVED = 1, TILERANK_FORMAT_SPLIT = 2 };
+
+/* A linear layer of an encoder and what follows it (cuda/linear/reference.cc):
+ *   s = x weight^T + bias                                    where gamma is NULL: out = activation(s);
+ *   s = x weight^T + bias + residual                         else out = layernorm(s), as tilerank_layernorm_params has it.
+ * Sums are not rounded before the last step. Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_linear_params {
+    const void* x;        /* [rows, depth] */
+    const void* weight;   /* [columns, depth], as weight_format says */
+    const void* bias;     /* [columns] in the order of out; NULL: none */
+    const void* residual; /* [rows, columns]; NULL: none; only where gamma is given */
+    const void* gamma;    /* [columns]; NULL: no normalisation */
+    const void* beta;     /* [columns]; given where gamma is */
+    void* out;            /* [rows, columns]; may be residual itself where their strides are equal, must not overlap
+                             another input */
+    int32_t dtype;        /* TILERANK_FP32, FP16 or BF16: of every tensor here */
+    int32_t activation;   /* TILERANK_ACTIVATION_...; NONE where gamma is given */
+    int32_t weight_format;   /* TILERANK_FORMAT_... */
+    int32_t weight_exponent; /* -126 to 126; of split weights, else 0 */
+    int32_t x_exponent;      /* -126 to 126; with split weights x is multiplied by 2^x_exponent before it is split into
+                                fp16 terms: nothing in it may then exceed 65,504, else sums are not finite; else 0 */
+    int32_t overlap;         /* 0, or 1: weight, bias, gamma and beta were complete before the work that stands before
+                                this call on the stream, so a variant may begin to read them while that work ends */
+    double epsilon;       /* of the normalisation; finite, >= 0 */
+    int64_t rows;         /* >= 0; 0: success, nothing is done */
+    int64_t columns;      /* >= 1; a multiple of 32 unless weights are plain */
+    int64_t depth;        /* >= 1; a multiple of 32 where weights are interleaved, of 16 where split */
+    int64_t x_stride;     /* elements between rows; the elements of a row are contiguous */
+    int64_t weight_stride;
+    int64_t residual_stride;
+    int64_t out_stride; /* at least columns where there is more than one row */
+} tilerank_linear_params;
+
+/* The embeddings of tokens, normalised (cuda/embedding/reference.cc):
+ *   out[i] = layernorm(words[ids[i]] + positions[places[i]] + types[type_ids[i]]), as tilerank_layernorm_params has it.
+ * Indices are clamped to their table, so that wrong ones never cause an access out of bounds. Fill the struct with zeros
+ * first, then set what is needed. */
+typedef struct tilerank_embedding_params {
+    const int32_t* ids;      /* [rows] */
+    const int32_t* places;   /* [rows] */
+    const int32_t* type_ids; /* [rows]; NULL exactly when types is */
+    const void* words;       /* [word_count, width], contiguous, like the tables below */
+    const void* positions;   /* [position_count, width] */
+    const void* types;       /* [type_count, width]; NULL: none */
+    const void* gamma;       /* [width] */
+    const void* beta;        /* [width] */
+    void* out;               /* [rows, width]; must not overlap an input */
+    int32_t dtype;           /* TILERANK_FP32, FP16 or BF16: of every tensor here but the indices */
+    double epsilon;          /* finite, >= 0 */
+    int64_t rows;            /* >= 0; 0: success, nothing is done */
+    int64_t width;           /* >= 1 */
+    int64_t word_count;      /* >= 1 */
+    int64_t position_count;  /* >= 1 */
+    int64_t type_count;      /* >= 1 where types is given */
+    int64_t out_stride;      /* at least width where there is more than one row */
+} tilerank_embedding_params;
+
 /* TILERANK_ABI_VERSION of the library. A caller whose header says otherwise must not call on. */
 TILERANK_API int32_t tilerank_abi_version(void);
 
@@ -248,6 +317,12 @@ TILERANK_API int32_t tilerank_layernorm_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_layernorm_variant(int32_t index);
 TILERANK_API int32_t tilerank_block_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_block_variant(int32_t index);
+
+/* And for those of the linear layer and of the embeddings. */
+TILERANK_API int32_t tilerank_linear_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_linear_variant(int32_t index);
+TILERANK_API int32_t tilerank_embedding_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_embedding_variant(int32_t index);
 
 /* Bytes of workspace that the call below needs for these parameters (often 0).
  * variant: a name from the list above.
@@ -285,6 +360,18 @@ TILERANK_API tilerank_status tilerank_fused_attention_workspace_size(const char*
 TILERANK_API tilerank_status tilerank_fused_attention(const char* variant,
                                                       const tilerank_fused_attention_params* params, void* workspace,
                                                       size_t workspace_bytes, void* stream);
+
+/* The same for a linear layer. */
+TILERANK_API tilerank_status tilerank_linear_workspace_size(const char* variant, const tilerank_linear_params* params,
+                                                            size_t* bytes);
+TILERANK_API tilerank_status tilerank_linear(const char* variant, const tilerank_linear_params* params, void* workspace,
+                                             size_t workspace_bytes, void* stream);
+
+/* The same for embeddings. */
+TILERANK_API tilerank_status tilerank_embedding_workspace_size(const char* variant,
+                                                               const tilerank_embedding_params* params, size_t* bytes);
+TILERANK_API tilerank_status tilerank_embedding(const char* variant, const tilerank_embedding_params* params,
+                                                void* workspace, size_t workspace_bytes, void* stream);
 
 #ifdef __cplusplus
 }

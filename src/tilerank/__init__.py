@@ -1,7 +1,8 @@
 """Hand-optimised CUDA attention for reranking.
 
 `Reranker` ranks passages for a query; `attention` and `attention_varlen` are the kernels behind it for PyTorch;
-`register` makes them an attention implementation of transformers; `fused_attention` and `FusedAttentionLayer` are the
+`register` makes them an attention implementation of transformers, `accelerate` a drop-in for a whole model;
+`fused_attention` and `FusedAttentionLayer` are the
 attention block of an encoder layer, and `tf` has the same for TensorFlow and Keras. Each is imported when it is first
 used: importing the package loads no framework.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilerank._version import __version__
 
 if TYPE_CHECKING:
+    from tilerank.accelerated import accelerate
     from tilerank.kernels.huggingface import register
     from tilerank.kernels.torch_block import FusedAttentionLayer, fused_attention
     from tilerank.kernels.torch_ops import attention, attention_varlen
@@ -23,6 +25,7 @@ __all__ = [
     "FusedAttentionLayer",
     "Reranker",
     "__version__",
+    "accelerate",
     "attention",
     "attention_varlen",
     "fused_attention",
@@ -32,6 +35,7 @@ __all__ = [
 _HOMES = {
     "FusedAttentionLayer": "tilerank.kernels.torch_block",
     "Reranker": "tilerank.reranker",
+    "accelerate": "tilerank.accelerated",
     "attention": "tilerank.kernels.torch_ops",
     "attention_varlen": "tilerank.kernels.torch_ops",
     "fused_attention": "tilerank.kernels.torch_block",

@@ -7,7 +7,7 @@ An encoder works in three steps, public so that a benchmark can time each: `plan
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tilerank import packed_attention, packing
+from tilerank.fused import FAMILIES, FusedModel
 from tilerank.graphs import GraphCache
 from tilerank.models import ModelDescription
 from tilerank.packing import PackedBatch
@@ -24,9 +25,9 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Tokens that a packed batch is filled up to, before its last sequence: on a CPU what the caches hold and threads are
 worth waking for, on a GPU enough to keep it busy while activations stay small."""
 
-_PACKED_FAMILIES = {"bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"}
-"""Model types whose encoder is ``encoder.layer[i].attention.{self,output}``, whose positions are a table, and whose
-classifier takes the first token."""
+FUSED_BATCH_TOKENS = 132 * 128 - 1
+"""The same for `FusedModel` on a GPU: an H200 has 132 multiprocessors, a block of the linear layers 128 rows, and a
+bucket one spare token."""
 
 Pool: TypeAlias = str  # first | mean: what becomes of a sequence's hidden states
 
@@ -102,11 +103,12 @@ class PaddedEncoder:
 class PackedEncoder:
     """Sequences without padding, for the models that `packed_refusal` does not refuse.
 
-    The model is changed for good: its attention becomes ``attention``, and where only first tokens count, its last
-    layer goes on with these alone after its attention (the same scores for a seventh less work).
+    fused: a `FusedModel` runs in ``precision``, and ``model`` is left as it is, wherever it is. Else the model itself
+    runs, on ``device``, and is changed for good: its attention becomes ``attention``; where only first tokens count,
+    its last layer goes on with these alone after its attention (the same scores for a seventh less work).
 
-    positions_from: the first position's number (RoBERTa and its kin do not start at 0). graphs: replay one CUDA graph
-    for each bucket of tokens. Safe for several threads.
+    ``description.positions_from``: the first position's number (RoBERTa and its kin do not start at 0). graphs: replay
+    one CUDA graph for each bucket of tokens. Safe for several threads.
     """
 
     def __init__(
@@ -120,20 +122,21 @@ class PackedEncoder:
         max_length: int,
         prepacked: bool = False,
         graphs: bool = False,
+        fused: bool = False,
+        precision: str = "fp32",
     ) -> None:
-        self._head = head
         self._device = device
-        self._model = model
         self._uses_types = description.uses_token_types
         self._positions_from = description.positions_from
-        self._budget = BATCH_TOKENS[device.type]
-        self._call = threading.local()
-        model.set_attn_implementation(packed_attention.implementation(attention))
-        layers = model.base_model.encoder.layer
-        if head.pool == "first":
-            self._keep_first_tokens(layers[-1], model.base_model.encoder)
-        if prepacked:
-            prepack_linears(layers)
+        self._budget = FUSED_BATCH_TOKENS if fused and device.type == "cuda" else BATCH_TOKENS[device.type]
+        self.fused: FusedModel | None = None
+        if fused:
+            self.fused = FusedModel(model, device, precision, attention, first_only=head.pool == "first")
+            self._body = _pooled(self.fused, head)
+        else:
+            self._body = _UnpaddedModel(model, head, attention)
+            if prepacked:
+                prepack_linears(model.base_model.encoder.layer)
         self.graphs = GraphCache(self._body, device, self._budget + max_length, max_length) if graphs else None
 
     def plan(self, lengths: np.ndarray, batch_size: int | None) -> list[np.ndarray]:
@@ -175,7 +178,36 @@ class PackedEncoder:
         bucket = None if self.graphs is None else self.graphs.bucket(tokens, sequences)
         return bucket or (tokens, sequences)
 
-    def _body(self, parts: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
+
+def _pooled(model: FusedModel, head: Head) -> Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]:
+    """Logits ``[n]`` or vectors ``[n, d]``, float32, of what ``model`` gives."""
+
+    def body(parts: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
+        found = model(parts, longest)
+        if head.is_classifier:
+            return found[:, 0].float()
+        return found.float() if head.pool == "first" else _mean(found, parts[3])
+
+    return body
+
+
+def _mean(hidden: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """``[tokens, d]`` -> the mean of each sequence ``[n, d]``, float32."""
+    return torch.segment_reduce(hidden.float(), "mean", offsets=bounds.long(), unsafe=True, axis=0)
+
+
+class _UnpaddedModel:
+    """A transformers model, changed to take sequences back to back: see `PackedEncoder`."""
+
+    def __init__(self, model: torch.nn.Module, head: Head, attention: packed_attention.PackedAttention) -> None:
+        self._model = model
+        self._head = head
+        self._call = threading.local()
+        model.set_attn_implementation(packed_attention.implementation(attention))
+        if head.pool == "first":
+            self._keep_first_tokens(model.base_model.encoder.layer[-1], model.base_model.encoder)
+
+    def __call__(self, parts: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         ids, types, positions, bounds, first = parts
         self._call.first = first.long()
         output = self._model(
@@ -191,8 +223,7 @@ class PackedEncoder:
             return output.logits[:, 0].float()
         if self._head.pool == "first":
             return output.last_hidden_state[:, 0].float()
-        hidden = output.last_hidden_state[0].float()
-        return torch.segment_reduce(hidden, "mean", offsets=bounds.long(), unsafe=True, axis=0)
+        return _mean(output.last_hidden_state[0], bounds)
 
     def _keep_first_tokens(self, last: torch.nn.Module, encoder: torch.nn.Module) -> None:
         def gather(module: torch.nn.Module, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -210,8 +241,8 @@ class PackedEncoder:
 
 def packed_refusal(description: ModelDescription) -> str | None:
     """Why the packed forward pass does not serve a model, or None when it does."""
-    if description.family not in _PACKED_FAMILIES:
-        return f"model_type is {description.family!r}; packed batches serve {', '.join(sorted(_PACKED_FAMILIES))}"
+    if description.family not in FAMILIES:
+        return f"model_type is {description.family!r}; packed batches serve {', '.join(sorted(FAMILIES))}"
     return None
 
 

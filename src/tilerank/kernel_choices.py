@@ -21,11 +21,12 @@ class Call:
     layout: str
     head_dim: int | None = None  # None: the model's
     masks: frozenset[str] = frozenset()
+    width: int = 0  # as `Request` has it
 
     def request(self, sm: int, dtype: str, head_dim: int, k_len: int) -> Request:
         """What it asks for on a device of this compute capability (times ten; 0: the CPU)."""
         device = "cuda" if sm else "cpu"
-        return Request(device, sm, dtype, self.head_dim or head_dim, self.layout, k_len, self.masks)
+        return Request(device, sm, dtype, self.head_dim or head_dim, self.layout, k_len, self.masks, self.width)
 
 
 _ENCODER = (Call("attention", "packed"),)
@@ -36,8 +37,8 @@ CALLS: Mapping[str, tuple[Call, ...]] = {
     # transformers' batches have padding or not.
     "integrate_hf": (Call("attention", "padded"), Call("attention", "padded", masks=frozenset({"key_lengths"}))),
 }
-"""Stage -> what its own model calls, operation by operation. `bench_micro` has its shapes
-(`tilerank.bench.micro.calls`)."""
+"""Stage -> what its model calls, operation by operation; stages with shapes of their own say so themselves
+(`tilerank.bench.micro.calls`, `tilerank.bench.tf_block.calls`)."""
 
 
 def choices(
@@ -79,7 +80,8 @@ def choices(
             else:
                 row = select(request, candidates).row
             masks = "".join(f" {mask}" for mask in sorted(call.masks))
-            words = f"{call.operation} {dtype} {call.layout} head_dim {request.head_dim}{masks}"
+            width = f" width {call.width}" if call.width else ""
+            words = f"{call.operation} {dtype} {call.layout} head_dim {request.head_dim}{width}{masks}"
             found[words] = f"{row.name} {digest(row)}"
     return found
 

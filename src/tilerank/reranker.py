@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import itertools
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ from tilerank import host_path as host_paths
 from tilerank import packed_attention
 from tilerank.encoder import Encoder, Head, PackedEncoder, PaddedEncoder, can_prepack, packed_refusal
 from tilerank.errors import TilerankError
+from tilerank.fused import refusal as fused_refusal
 from tilerank.host_path import AUTO, HostPath
 from tilerank.models import WEIGHTS, Kind, ModelDescription, describe, resolve_path
 from tilerank.packed_attention import PackedAttention
+from tilerank.precision import PRECISIONS, arithmetic
 from tilerank.token_cache import TokenCache
 from tilerank.tokenization import Tokens, load_tokenizer
-
-PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Precision -> dtype of the weights. tf32 lets fp32 products run on TF32 tensor cores; elsewhere it equals fp32."""
 
 _CHUNK = 4096  # pairs in memory as tokens at a time: bounds it, long enough that sorting by length pays
 _PIECE = 1024  # pairs tokenised at a time for a GPU, which works on them while the host tokenises the next
@@ -114,10 +112,11 @@ class Reranker:
             self.tokenizer.use_cache(TokenCache(Path(token_cache)))
         dtype = PRECISIONS[precision]
         model = load_model(self.path, self.kind, dtype, implementation)
-        chosen = _choose_path(wanted, attention, self.device, dtype, model.config, description, self.max_length)
+        chosen = _choose_path(wanted, attention, self.device, dtype, model, description, self.max_length)
         if chosen.attention is None:
             _check_variant(attention, self.device, precision, model, self.max_length)
-        self.model = model.to(self.device)
+        # A fused encoder takes from the model what it needs; on the device the rest would only take memory.
+        self.model = model if chosen.path.fused else model.to(self.device)
         self.host_path, self.host_path_reason = chosen.path, chosen.reason
         is_classifier = self.kind == "cross-encoder"
         head = Head(is_classifier, "first" if is_classifier or description.pooling == "cls" else "mean")
@@ -136,6 +135,8 @@ class Reranker:
                 max_length=self.max_length,
                 prepacked=self.host_path.prepacked,
                 graphs=self.host_path.graphs,
+                fused=self.host_path.fused,
+                precision=precision,
             )
         self._activation = _activation(description) if is_classifier else torch.nn.Identity()
 
@@ -252,7 +253,7 @@ class Reranker:
         checked = [_pair(pair, index) for index, pair in enumerate(_items(pairs, "pairs"))]
         hidden = None if show_progress_bar else True  # None: shown on a terminal only
         with (
-            _arithmetic(self.precision, self.device),
+            arithmetic(self.precision, self.device),
             tqdm(total=len(checked), desc="rerank", unit="pair", disable=hidden) as bar,
         ):
             found, cut = [np.zeros(0, np.float32)], [np.zeros(0, bool)]
@@ -284,7 +285,7 @@ class Reranker:
     def score_in_steps(self, pairs: Sequence[tuple[str, str]], mark: Callable[[], None]) -> np.ndarray:
         """Logits or cosines of pairs that are in memory together; ``mark`` is called when their ids are there, when the
         batches are on the device, when the model has been called on all, and when the scores are on the host."""
-        with _arithmetic(self.precision, self.device):
+        with arithmetic(self.precision, self.device):
             fetch, _ = self._score_chunk(pairs, [len(pairs)], None, lambda done: None, mark)
             scores = fetch()
             mark()
@@ -295,11 +296,14 @@ class Reranker:
         ``[n, d]``, in order, on the device."""
         plan = self.encoder.plan(tokens.lengths, None)
         batches = list(self.encoder.upload(tokens, plan))
-        places = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable")).to(self.device)
+        order = np.concatenate(plan)
+        is_ordered = len(batches) == 1 and bool((order == np.arange(len(order))).all())
+        places = torch.from_numpy(np.argsort(order, kind="stable")).to(self.device)
 
         def run() -> torch.Tensor:
-            with _arithmetic(self.precision, self.device):
-                return torch.cat([self.encoder.forward(batch) for batch in batches])[places]
+            with arithmetic(self.precision, self.device):
+                found = [self.encoder.forward(batch) for batch in batches]
+                return found[0] if is_ordered else torch.cat(found)[places]
 
         return run
 
@@ -408,7 +412,7 @@ def _choose_path(
     attention: str,
     device: torch.device,
     dtype: torch.dtype,
-    config: Any,
+    model: torch.nn.Module,
     description: ModelDescription,
     max_length: int,
 ) -> _ChosenPath:
@@ -420,12 +424,15 @@ def _choose_path(
         return _ChosenPath(wanted, None, "asked for")
     reason, packed = packed_refusal(description), None
     if reason is None:
-        packed = packed_attention.choose(attention, device, dtype, _head_dim(config), max_length)
+        packed = packed_attention.choose(attention, device, dtype, _head_dim(model.config), max_length)
         if packed is None:
             reason = f"attention {attention!r} serves no packed batches here"
     if reason is None and not can_prepack(device, dtype):
         served = tuple(path for path in served if not path.prepacked)
         reason = f"{dtype} on {device.type} has no prepacked layers" if device.type == "cpu" else None
+    if reason is None and (unfused := fused_refusal(model)):
+        served = tuple(path for path in served if not path.fused)
+        reason = unfused if device.type == "cuda" else None
     if packed is None:
         served = tuple(path for path in served if not path.packed)
     if wanted is None:
@@ -602,46 +609,3 @@ def _activation(description: ModelDescription) -> Activation:
                 return found()
     warnings.warn(f"activation {description.activation!r} is not one of torch.nn: a sigmoid is used", stacklevel=3)
     return torch.nn.Sigmoid()
-
-
-class _Products:
-    """What fp32 products mean. It is one setting of the whole process: threads that want different ones take turns."""
-
-    def __init__(self) -> None:
-        self._turn = threading.Condition()
-        self._users = 0
-        self._wanted = ""
-        self._before = ("", "")  # what the process had set: cuda, cpu
-
-    @contextlib.contextmanager
-    def as_wanted(self, wanted: str) -> Iterator[None]:
-        """``wanted`` ("tf32" or "ieee") on CUDA, exact on the CPU, until the last user leaves."""
-        cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-        with self._turn:
-            self._turn.wait_for(lambda: not self._users or self._wanted == wanted)
-            if not self._users:
-                self._wanted, self._before = wanted, (cuda.fp32_precision, cpu.fp32_precision)
-                cuda.fp32_precision, cpu.fp32_precision = wanted, "ieee"
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._users -= 1
-                if not self._users:
-                    cuda.fp32_precision, cpu.fp32_precision = self._before
-                    self._turn.notify_all()
-
-
-_products = _Products()
-
-
-@contextlib.contextmanager
-def _arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """Fix what fp32 products mean, whatever the process has set (an autocast around the call included)."""
-    with (
-        _products.as_wanted("tf32" if precision == "tf32" else "ieee"),
-        torch.inference_mode(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tilerank.errors import TilerankError
-
 try:
     import keras
     import tensorflow as tf
 except ImportError as error:
-    raise TilerankError(
+    raise ImportError(
         f"tilerank.tf needs TensorFlow 2.21 ({error}): `make tf-env` makes an environment with it, apart from torch's; "
         "elsewhere `pip install 'tensorflow==2.21.*'`"
     ) from error
 
-from tilerank.kernels.tf_ops import attention, fused_attention
+from tilerank.errors import TilerankError
+from tilerank.kernels.registry import MAX_HEAD_DIM
+from tilerank.kernels.tf_ops import MOST_HEADS, attention, fused_attention, integer, load_operations
 
-__all__ = ["FusedAttentionLayer", "attention", "fused_attention"]
+__all__ = ["FusedAttentionLayer", "attention", "fused_attention", "load_operations"]
 
 
 @keras.saving.register_keras_serializable(package="tilerank")
@@ -62,13 +62,10 @@ class FusedAttentionLayer(keras.layers.Layer):
         if keras.backend.backend() != "tensorflow":
             raise TilerankError(f"Keras runs on {keras.backend.backend()}; this layer needs KERAS_BACKEND=tensorflow")
         super().__init__(dtype=dtype, **kwargs)
-        for name, value in (("num_heads", num_heads), ("head_dim", head_dim)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected an int of 1 or more")
         if self.compute_dtype not in ("float32", "float16", "bfloat16"):
             raise ValueError(f"the layer computes in {self.compute_dtype}; allowed: float32, float16, bfloat16")
-        self.num_heads = num_heads
-        self.head_dim = head_dim
+        self.num_heads = integer("num_heads", num_heads, MOST_HEADS)
+        self.head_dim = integer("head_dim", head_dim, MAX_HEAD_DIM)
         self.causal = causal
         self.pre_ln = pre_ln
         self.epsilon = epsilon

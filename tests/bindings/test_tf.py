@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,8 +27,9 @@ import keras
 import tensorflow as tf
 
 import tilerank.tf
+from tilerank.bench import tf_process
 from tilerank.errors import TilerankError
-from tilerank.kernels import registry, tf_build, tf_ops
+from tilerank.kernels import build, registry, tf_build, tf_ops
 from tilerank.tf import FusedAttentionLayer, attention, fused_attention
 
 HEADS, DIM, WIDTH = 3, 16, 24
@@ -150,6 +153,23 @@ def test_a_compile_error_is_one_line(tmp_path: Path) -> None:
         tf_build.build_operations(tf_ops.installed(), source=source, cache_folder=tmp_path / "cache")
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_operations_that_came_with_the_package_need_no_compiler(
+    operations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_compiler() -> None:
+        raise TilerankError("there is no C++ compiler")
+
+    monkeypatch.setattr(build, "packaged_dir", lambda: tmp_path)
+    monkeypatch.setattr(build, "cxx_compiler", no_compiler)
+    with pytest.raises(TilerankError, match="there is no C"):
+        tf_build.build_operations(tf_ops.installed())
+    packaged = Path(shutil.copy(operations, tf_build.packaged_path(tf_ops.installed())))
+    assert tf_build.build_operations(tf_ops.installed()) == packaged
+    other = replace(tf_ops.installed(), version="2.21.0 of another build")
+    with pytest.raises(TilerankError, match="there is no C"):
+        tf_build.build_operations(other)
 
 
 def symbols(path: Path, *options: str) -> list[str]:
@@ -460,6 +480,9 @@ def test_a_global_policy_is_followed() -> None:
 
 
 def test_the_configuration_makes_the_same_layer() -> None:
+    assert FusedAttentionLayer(np.int64(2), np.int32(8)).get_config()["num_heads"].__class__ is int, (
+        "JSON knows no other"
+    )
     made = layer(
         causal=True, pre_ln=False, dtype="mixed_bfloat16", epsilon=1e-3, use_bias=False, add_residual=True, name="block"
     )
@@ -472,21 +495,29 @@ def test_the_configuration_makes_the_same_layer() -> None:
     assert len(again.weights) == 6, "no biases"
 
 
-def test_a_saved_model_is_loaded_in_another_process(tmp_path: Path) -> None:
-    policy = "mixed_float16"
+def test_a_saved_and_an_exported_model_are_loaded_in_another_process(tmp_path: Path) -> None:
+    """A SavedModel holds operations and no code: they must be known before it is loaded."""
     inputs = keras.Input((None, WIDTH))
-    outputs = layer(causal=True, pre_ln=False, dtype=policy, add_residual=True)(layer(dtype=policy)(inputs))
-    model = keras.Model(inputs, outputs)
+    first, second = layer(dtype="mixed_float16"), layer(causal=True, pre_ln=False, add_residual=True)
+    model = keras.Model(inputs, second(first(inputs)))
     randomise(model)
     x = draw(1, 2, 7, WIDTH)
     model.save(tmp_path / "model.keras")
+    model.export(tmp_path / "exported", verbose=False)
     np.save(tmp_path / "x.npy", x)
-    code = (
-        "import sys, keras, numpy, tilerank.tf; model = keras.models.load_model('model.keras'); "
-        "numpy.save('y.npy', model.predict(numpy.load('x.npy'), verbose=0))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True, env=environment())
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model(x))
+    code = """
+import keras, numpy, tensorflow as tf, tilerank.tf
+x = numpy.load("x.npy")
+tilerank.tf.load_operations()
+exported = tf.saved_model.load("exported")
+numpy.save("exported.npy", exported.serve(tf.constant(x)))
+numpy.save("saved.npy", keras.models.load_model("model.keras").predict(x, verbose=0))
+"""
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
+    assert answer.returncode == 0, answer.stderr
+    for name in ("saved.npy", "exported.npy"):
+        np.testing.assert_array_equal(np.load(tmp_path / name), model(x), err_msg=name)
 
 
 def environment() -> dict[str, str]:
@@ -512,13 +543,14 @@ def test_a_keras_mask_is_refused_not_dropped() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 0}, "num_heads is 0; expected an int of 1 or more"),
+        ({"num_heads": 0}, "num_heads is 0; allowed: 1 to"),
         ({"head_dim": "64"}, "head_dim is '64'; expected an int"),
+        ({"head_dim": 257}, "head_dim is 257; allowed: 1 to 256"),
         ({"dtype": "float64"}, "computes in float64; allowed: float32, float16, bfloat16"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         FusedAttentionLayer(**{"num_heads": HEADS, "head_dim": DIM, **options})
 
 
@@ -565,7 +597,21 @@ def test_the_package_gives_the_module_when_asked() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
     )
     assert (answer.returncode, answer.stdout) == (0, "FusedAttentionLayer\n"), answer.stderr
-    assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention"]
+    assert tilerank.tf.__all__ == ["FusedAttentionLayer", "attention", "fused_attention", "load_operations"]
+
+
+# ---- What the record is taken from ----
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_way_of_calling_and_keras_own_block_compute_one_thing(precision: str) -> None:
+    """Weights that differ in every place: one that went into the wrong one would show."""
+    case = tf_process.run_case((2, 5, 24), precision, Namespace(heads=3), on_gpu=False, calls=None)
+    assert list(case) == ["eager", "graph", "layer", "stock_eager", "stock_graph"]
+    for way, seen in case.items():
+        assert 0 < seen["max_abs_error"] < {"fp32": 2e-6, "fp16": 1e-2}[precision], way
+        assert seen["device"].endswith("CPU:0"), way
+        assert "seconds" not in seen, "a CPU is not timed"
 
 
 # ---- On a GPU ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import stat
 import sys
 import time
@@ -16,11 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import write_own_attention, write_tiny_bert
+from tiny_models import merge_json, write_own_attention, write_tiny_bert
 
 from tilerank.bench import baseline, forward, rerank
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer, arithmetic
-from tilerank.bench.rerank import CACHED, CROSS_ENCODER, OURS, TUNED, Call, ErrorLimits, ErrorLog, RerankSetup
+from tilerank.bench.rerank import (
+    CACHED,
+    CROSS_ENCODER,
+    OURS,
+    TUNED,
+    Call,
+    ErrorLimits,
+    ErrorLog,
+    Rerankers,
+    RerankSetup,
+)
 from tilerank.bench.timing import Row
 from tilerank.errors import TilerankError
 from tilerank.profiling import NsysError, run_nsys
@@ -97,6 +108,33 @@ def test_all_peers_give_the_unmodified_models_scores(model: tuple[Path, str]):
     np.testing.assert_allclose(many.score_pairs(pairs), expected, atol=1e-4, rtol=0)
 
 
+LONG = ("risk of infection " * 30, "fever")
+
+
+@pytest.mark.parametrize("passages", [PASSAGES, PASSAGES[1:2], LONG, ("\u00e9 aspirin \U0001f600", *LONG)])
+@pytest.mark.parametrize("query", [QUERY, "", "heart risk " * 40])
+def test_inputs_are_those_of_the_tokenizer_call(model: tuple[Path, str], query: str, passages: tuple[str, ...]):
+    scorer = HuggingFaceScorer(*model, "fp32", "cpu", 48, batch_size=2)
+    ours = scorer.inputs(query, passages)
+    theirs = [scorer.tokenize(texts) for texts in scorer.batches(query, passages)]
+    assert len(ours) == len(theirs) > 0
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert batch.keys() == expected.keys()
+        for name, values in batch.items():
+            assert values.dtype == expected[name].dtype
+            assert torch.equal(values, expected[name]), name
+
+
+def test_inputs_are_padded_and_cut_at_the_tokenizer_s_own_side(model: tuple[Path, str], tmp_path: Path):
+    shutil.copytree(model[0], tmp_path / "left")
+    merge_json(tmp_path / "left" / "tokenizer_config.json", {"padding_side": "left", "truncation_side": "left"})
+    scorer = HuggingFaceScorer(tmp_path / "left", model[1], "fp32", "cpu", 48)
+    (ours,), (texts,) = scorer.inputs(QUERY, LONG), scorer.batches(QUERY, LONG)
+    theirs = scorer.tokenize(texts)
+    assert not theirs["attention_mask"][-1, 0]
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+
+
 @pytest.mark.parametrize("family", ["MPNet", "DebertaV2"])
 def test_peers_of_a_model_that_has_no_sdpa(tmp_path: Path, family: str):
     path = write_own_attention(tmp_path / "own", write_tiny_bert(tmp_path / "bert"), family)
@@ -145,13 +183,15 @@ def token_cache(setup: RerankSetup, folder: Path) -> Path:
 def bench_precision(setup: RerankSetup, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
     reference = rerank.reference_scores(setup, calls)
     limits = rerank.error_limits(setup, "fp32", calls, reference)
-    return rerank.bench_precision(setup, "fp32", calls, reference, limits, rounds)
+    rerankers = Rerankers.of(setup, "fp32")
+    return rerank.bench_precision(setup, "fp32", rerankers, calls, reference, limits, rounds)
 
 
 def bench_steps(setup: RerankSetup, precision: str, calls: tuple[Call, ...], rounds: int) -> dict[str, Any]:
     reference = rerank.reference_scores(setup, calls)
     limits = rerank.error_limits(setup, precision, calls, reference)
-    return rerank.bench_steps(setup, precision, calls, reference, limits, rounds)
+    rerankers = Rerankers.of(setup, precision)
+    return rerank.bench_steps(setup, precision, rerankers, calls, reference, limits, rounds)
 
 
 def test_rerank_record(model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -204,7 +244,8 @@ def test_a_wrong_step_has_no_time(model: tuple[Path, str], monkeypatch: pytest.M
 
 
 def test_many_queries_at_once(model: tuple[Path, str]):
-    record = rerank.bench_many(setup_of(model), "fp32", (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3])), 2)
+    setup, calls = setup_of(model), (Call(QUERY, PASSAGES), Call("heart risk", PASSAGES[:3]))
+    record = rerank.bench_many(setup, "fp32", Rerankers.of(setup, "fp32"), calls, 2)
     assert record["many_pairs"] == 8
     assert 0 < record["pairs_per_s"] < 1e6
     assert record["cross_encoder_pairs_per_s"] > 0

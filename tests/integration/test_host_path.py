@@ -199,7 +199,8 @@ def test_rank_many_refuses_what_rank_refuses(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"])
 @pytest.mark.parametrize("pool", ["logit", "first", "mean"])
-def test_every_family_that_is_served(family: str, pool: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_family_that_is_served(family: str, pool: str, fused: bool) -> None:
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
@@ -227,7 +228,7 @@ def test_every_family_that_is_served(family: str, pool: str) -> None:
         padded = PaddedEncoder(model, description, head, 1 if after_pad else 0, CPU)
         expected = run(padded, tokens)
         chosen = packed_attention.choose("sdpa", CPU, torch.float32, 16, 40)
-        packed = PackedEncoder(model, description, head, CPU, chosen, max_length=40)
+        packed = PackedEncoder(model, description, head, CPU, chosen, max_length=40, fused=fused)
         found = run(packed, tokens)
     assert np.ptp(expected) > 0.5
     np.testing.assert_allclose(found, expected, atol=5e-5 * max(1.0, float(np.abs(expected).max())), rtol=0)
@@ -301,7 +302,7 @@ def test_prepacked_layers_are_linear_layers() -> None:
 
 
 def test_every_path_is_one_idea_more() -> None:
-    switches = ("fast_tokens", "packed", "prepacked", "graphs", "overlapped")
+    switches = ("fast_tokens", "packed", "prepacked", "graphs", "overlapped", "fused")
     for device in ("cpu", "cuda"):
         paths = host_path.of_device(device)
         on = [{name for name in switches if getattr(path, name)} for path in paths]

@@ -78,6 +78,19 @@ def test_every_tool_and_architecture_is_asked(tools: dict[str, object]) -> None:
     assert record["failure"] == "ptx_80: 1 of 44 cases wrong"
 
 
+def test_a_lossy_row_is_not_held_to_the_bound_of_the_others(
+    tools: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "run_driver", lambda program, variant: Tally(44, 40))
+    lossy = dataclasses.replace(NAIVE, products="tf32", auto=False)
+    record = kernel_checks.check_variant(lossy, (90,))
+    assert "failure" not in record
+    assert record["sampled_cases"] > 0
+    assert set(record["not_available"]) == {"native", "ptx_75", "ptx_80"}
+    tools["racecheck"] = (RACES, f"{NAIVE.name}: 12 cases, 3 wrong, ")
+    assert kernel_checks.check_variant(lossy, (90,))["failure"].startswith("racecheck: 3")
+
+
 def test_one_tool_that_cannot_run_leaves_the_others(tools: dict[str, object]) -> None:
     tools["racecheck"] = SanitizerError("Device not supported")
     record = kernel_checks.check_variant(NAIVE, (90,))

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import tilerank
 from tilerank import kernel_choices, packed_attention
-from tilerank.bench import micro
+from tilerank.bench import micro, tf_block
 from tilerank.errors import TilerankError
 from tilerank.kernel_choices import CALLS, Call, choices
 from tilerank.kernels import library, registry, torch_ops
@@ -47,7 +47,7 @@ def test_a_call_is_described_with_the_row_that_serves_it_and_its_code() -> None:
 def test_only_a_row_that_auto_takes_changes_what_stages_depend_on() -> None:
     rows = registry.attention_rows()
     newest = max(rows, key=lambda row: row.rung)
-    other = replace(newest, name="new", rung=99, preference=None)
+    other = replace(newest, name="new", rung=99, preference=None, auto=True)
     before = choose()
     assert choose(rows={"attention": [*rows, replace(other, auto=False)]}) == before
     assert choose(rows={"attention": [*rows, replace(other, preference=0)]}) == before
@@ -83,7 +83,7 @@ def test_every_stage_that_runs_what_auto_takes_depends_on_its_calls(repository: 
         for entry in block.get("params", [])
         if isinstance(entry, dict) and record in entry
     }
-    assert depend == {name: [f"choices.{name}"] for name in (*CALLS, "bench_micro")}
+    assert depend == {name: [f"choices.{name}"] for name in (*CALLS, "bench_micro", "bench_tf")}
 
 
 def test_every_row_is_compiled_from_what_list_sources_depends_on(repository: Path) -> None:
@@ -148,9 +148,15 @@ def test_the_encoder_makes_the_calls_of_its_stages(monkeypatch: pytest.MonkeyPat
     assert calls == CALLS["bench_rerank"] == CALLS["evaluate_quality"]
 
 
-@pytest.mark.parametrize("machine", ["cpu", "h200"])
-def test_micro_benchmarks_call_what_their_shapes_say(machine: str) -> None:
-    shapes = micro.CHECK_SHAPES if machine == "cpu" else micro.SHAPES
-    assert {(call.head_dim, "causal" in call.masks) for call in micro.calls(machine)} == {
+def test_a_block_is_chosen_by_its_width_too() -> None:
+    rows = {operation: registry.rows_of(operation) for operation in ("attention", "block")}
+    (words,) = choose(tf_block.calls(on_cpu=False), rows=rows, dtypes=("fp16",), variant="naive")
+    assert words == "block fp16 padded head_dim 64 width 768"
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_micro_benchmarks_call_what_their_shapes_say(on_cpu: bool) -> None:
+    shapes = micro.CHECK_SHAPES if on_cpu else micro.SHAPES
+    assert {(call.head_dim, "causal" in call.masks) for call in micro.calls(on_cpu)} == {
         (shape.head_dim, shape.causal) for shape in shapes
     }

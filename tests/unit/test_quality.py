@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from tilerank.errors import TilerankError
@@ -11,6 +12,8 @@ from tilerank.quality import (
     by_pairs,
     make_task,
     quality_record,
+    score_by_all,
+    score_pairs,
     score_task,
     write_scores,
 )
@@ -69,6 +72,41 @@ def test_scorer_gets_query_and_passages_and_is_not_called_for_an_empty_pool():
         "q2": [],
         "q3": [2.0] * 3,
     }
+
+
+def test_all_pairs_at_once_are_scored_as_one_query_after_another():
+    def predict(pairs):
+        return [float(len(query) * 10 + ord(passage[6])) for query, passage in pairs]
+
+    task = make_task(DATASET, POOLS, 3)
+    expected = score_task(task, by_pairs(predict), "toy")
+    found = score_pairs(task, predict, "toy")
+    assert list(found) == list(expected)
+    for query_id, values in expected.items():
+        np.testing.assert_array_equal(found[query_id], values)
+    with pytest.raises(TilerankError, match="toy: the score of document a for query q1 is nan"):
+        score_pairs(task, lambda pairs: [math.nan if "text a" in passage else 0.0 for _, passage in pairs], "toy")
+    with pytest.raises(ValueError, match="shorter"):
+        score_pairs(task, lambda pairs: [0.0] * (len(pairs) - 1), "toy")
+
+
+def test_scorers_share_what_is_prepared():
+    prepared = []
+
+    def prepare(query, passages):
+        prepared.append(query)
+        return [float(len(query)), *range(1, len(passages))]
+
+    task = make_task(DATASET, POOLS, 3)
+    found = score_by_all(task, prepare, {"plain": list, "doubled": lambda each: [2 * x for x in each]}, "toy")
+    assert prepared == ["first", "third"]
+    assert {name: scores["q1"].tolist() for name, scores in found.items()} == {
+        "plain": [5.0, 1.0, 2.0],
+        "doubled": [10.0, 2.0, 4.0],
+    }
+    assert all(scores["q2"].shape == (0,) for scores in found.values())
+    with pytest.raises(TilerankError, match="toy wrong: the score of document"):
+        score_by_all(task, prepare, {"wrong": lambda each: [math.inf] * len(each)}, "toy")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

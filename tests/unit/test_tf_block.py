@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -202,6 +204,12 @@ def test_the_summary_takes_the_section() -> None:
 
 
 # ---- Where TensorFlow is ----
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is in this environment")
+def test_without_tensorflow_the_module_says_where_to_get_it() -> None:
+    with pytest.raises(ImportError, match=r"tilerank\.tf needs TensorFlow 2\.21 .*make tf-env"):
+        importlib.import_module("tilerank.tf")
 
 
 def test_the_environment_is_found_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

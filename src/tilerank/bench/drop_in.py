@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,15 @@ from tilerank.bench.rerank import ERROR_FLOORS, Call, RerankSetup, reference_sco
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
 from tilerank.errors import TilerankError
 from tilerank.kernels.huggingface import calls_interface
-from tilerank.quality import Task, quality_record, score_task
+from tilerank.quality import Task, quality_record, score_by_all
 
 IMPLEMENTATION = "tilerank_drop_in"
 """The name that the swapped attention is registered under."""
 
 SDPA_OPERATOR = "aten::scaled_dot_product_attention"
 OUR_OPERATOR = "tilerank::attention"
+
+_UNMODIFIED = "unmodified fp32"
 
 # The reference in double is slow: on a CPU this many pairs of at most so many tokens are enough to see a lost mask.
 CHECK_PAIRS = 6
@@ -107,8 +110,15 @@ def _refusal(model: type[torch.nn.Module]) -> str | None:
 
 def scorers(setup: RerankSetup, precision: str) -> tuple[HuggingFaceScorer, DropInScorer]:
     """The unmodified model, and the one with its attention swapped for ``setup.attention``."""
-    arguments = (setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
-    return HuggingFaceScorer(*arguments), DropInScorer(*arguments, variant=_variant(setup))
+    return HuggingFaceScorer(*_arguments(setup, precision)), _swapped(setup, precision)
+
+
+def _swapped(setup: RerankSetup, precision: str) -> DropInScorer:
+    return DropInScorer(*_arguments(setup, precision), variant=_variant(setup))
+
+
+def _arguments(setup: RerankSetup, precision: str) -> tuple[Any, ...]:
+    return setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size
 
 
 def _variant(setup: RerankSetup) -> str:
@@ -118,12 +128,14 @@ def _variant(setup: RerankSetup) -> str:
 
 def _forward(scorer: HuggingFaceScorer, call: Call) -> Callable[[], np.ndarray]:
     """The closure that is timed: every batch of one call, tokenised and on the device already, to scores."""
-    batches = [scorer.transfer(scorer.tokenize(texts)) for texts in scorer.batches(call.query, call.passages)]
-    return lambda: scorer.finish([scorer.forward(batch) for batch in batches])
+    return partial(scorer.score_inputs, scorer.inputs(call.query, call.passages))
 
 
-def time_drop_in(setup: RerankSetup, precision: str, calls: Sequence[Call], rounds: int) -> dict[str, Any]:
-    """Time both on every call and return ``drop_in.<precision>`` (CUDA only).
+def time_drop_in(
+    setup: RerankSetup, precision: str, calls: Sequence[Call], reference: Sequence[np.ndarray], rounds: int
+) -> dict[str, Any]:
+    """Time both on every call and return ``drop_in.<precision>`` (CUDA only). reference: `reference_scores` of
+    ``calls``.
 
     A forward pass whose scores are off by more than twice SDPA's own error, on any call, has no time: the record then
     has ``failure`` instead.
@@ -131,11 +143,11 @@ def time_drop_in(setup: RerankSetup, precision: str, calls: Sequence[Call], roun
     baseline, ours = scorers(setup, precision)
     systems = {"sdpa": baseline, "tilerank": ours}
     rows: dict[str, list[Row]] = {name: [] for name in systems}
-    seconds = dict.fromkeys(systems, 0.0)
-    kernels: set[str] = set()
-    exact = reference_scores(setup, calls)
-    for call, truth in zip(tqdm(calls, desc=f"drop-in {precision}", unit="query", disable=None), exact, strict=True):
-        runs = {name: _forward(scorer, call) for name, scorer in systems.items()}
+    closures: dict[str, list[Callable[[], np.ndarray]]] = {name: [] for name in systems}
+    progress = tqdm(calls, desc=f"drop-in {precision}", unit="query", disable=None)
+    for call, truth in zip(progress, reference, strict=True):
+        inputs = baseline.inputs(call.query, call.passages)
+        runs = {name: partial(scorer.score_inputs, inputs) for name, scorer in systems.items()}
         tolerance = 2 * _error(runs["sdpa"](), truth) + ERROR_FLOORS[precision]
         cases = [
             Case(name, run, lambda scores, truth=truth: _error(scores, truth), tolerance) for name, run in runs.items()
@@ -143,11 +155,15 @@ def time_drop_in(setup: RerankSetup, precision: str, calls: Sequence[Call], roun
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
         for row in measure(cases, WallClock(setup.device), warmup=0, rounds=rounds, description=call.query[:40]):
             rows[row.name].append(row)
-        for name, operator in (("sdpa", SDPA_OPERATOR), ("tilerank", OUR_OPERATOR)):
-            profiled = attention_time(runs[name], operator)
-            seconds[name] += profiled.seconds
-            kernels |= set(profiled.kernels) if name == "tilerank" else set()
-    return summarise(rows, seconds, kernels)
+        for name, run in runs.items():
+            closures[name].append(run)
+    # Starting the profiler takes longer than a call: once for all of them.
+    profiled = {
+        name: attention_time(lambda runs=closures[name]: [run() for run in runs], operator)
+        for name, operator in (("sdpa", SDPA_OPERATOR), ("tilerank", OUR_OPERATOR))
+    }
+    seconds = {name: found.seconds for name, found in profiled.items()}
+    return summarise(rows, seconds, set(profiled["tilerank"].kernels))
 
 
 def _error(scores: np.ndarray, exact: np.ndarray) -> float:
@@ -196,14 +212,15 @@ def summarise(
 def rank_tasks(setup: RerankSetup, precisions: Sequence[str], tasks: Mapping[str, Task]) -> dict[str, dict[str, Any]]:
     """``quality.<name>.<precision>`` of every task of ``tasks`` (by name): the model with its attention swapped beside
     the unmodified one in fp32, on the same candidates."""
-    unmodified, _ = scorers(setup, "fp32")
-    swapped = {precision: scorers(setup, precision)[1] for precision in precisions}
+    unmodified = HuggingFaceScorer(*_arguments(setup, "fp32"))
+    models = {_UNMODIFIED: unmodified} | {precision: _swapped(setup, precision) for precision in precisions}
     records: dict[str, dict[str, Any]] = {}
     for name, task in tasks.items():
-        baseline = score_task(task, unmodified.score, f"unmodified fp32 for {name}")
+        found = score_by_all(
+            task, unmodified.inputs, {each: model.score_inputs for each, model in models.items()}, name
+        )
         records[name] = {
-            precision: quality_record(task, baseline, score_task(task, scorer.score, f"{name} {precision}"))
-            for precision, scorer in swapped.items()
+            precision: quality_record(task, found[_UNMODIFIED], found[precision]) for precision in precisions
         }
     return records
 

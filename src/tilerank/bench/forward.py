@@ -1,27 +1,39 @@
-"""The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same with torch's own
-attention, and transformers' padded model.
+"""The whole forward pass on workload ``seed``, ids on the device already: the packed model, the same from a library's
+parts, and transformers' padded model.
 
-Wall times of synchronised passes, so that launches count where they set the pace. The model's limit cuts the lengths.
+On a GPU the library's is `packed_library`: compiled, in a CUDA graph; where that does not serve it is transformers'
+model on packed tokens with torch's own attention. Wall times of synchronised passes, so that launches count where they
+set the pace. The model's limit cuts the lengths.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from tilerank.bench.peers import HuggingFaceScorer
+from tilerank import packing
+from tilerank.bench.floors import Rates, measured_rates
+from tilerank.bench.forward_parts import Sizes, floors, parts_record
+from tilerank.bench.packed_library import CapturedLibrary
+from tilerank.bench.peers import DTYPES, HuggingFaceScorer, arithmetic
 from tilerank.bench.rerank import ErrorLimits, ErrorLog, RerankSetup, error_record, make_reranker
 from tilerank.bench.timing import Case, Ratio, WallClock, measure, ratio
-from tilerank.bench.workloads import SEED_LENGTHS
+from tilerank.bench.workloads import SEED_LENGTHS, Workload
+from tilerank.encoder import PackedEncoder
 from tilerank.models import describe
+from tilerank.packing import PackedBatch
+from tilerank.reranker import load_model
 from tilerank.tokenization import Tokens
 
 OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
+SHORT = "packed_library_first_tokens"
+"""The library's pass with this project's own short cut, so that it is known what the rest is worth."""
 WARMUP, ROUNDS = 5, 40
 DRAWS = 8
 """Lists of ids whose scores are judged."""
@@ -53,9 +65,13 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     draws = [seed_tokens(description.vocabulary_size or 1000, lengths, seed) for seed in range(DRAWS)]
     systems: dict[str, System] = {
         OURS: make_reranker(setup, precision).forward_of,
-        LIBRARY: make_reranker(replace(setup, attention="sdpa"), precision).forward_of,
         TRANSFORMERS: _padded(setup, precision),
     }
+    if _can_compile(setup):
+        systems[LIBRARY] = _compiled(setup, precision, first_only=False)
+        systems[SHORT] = _compiled(setup, precision, first_only=True)
+    else:
+        systems[LIBRARY] = make_reranker(replace(setup, attention="sdpa", host_path="packed"), precision).forward_of
     exact = _scores(_padded(setup, "fp64"), draws)
     found = {name: _scores(system, draws) for name, system in systems.items()}
     limits = ErrorLimits.of(precision, found[TRANSFORMERS], exact)
@@ -78,7 +94,7 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     if ours is not None:
         record |= {"ms": 1e3 * ours.median, "p10_ms": 1e3 * ours.p10, "p90_ms": 1e3 * ours.p90}
     compared: dict[str, Ratio] = {}
-    for name, spread in zip((LIBRARY, TRANSFORMERS), theirs, strict=True):
+    for name, spread in zip(list(systems)[1:], theirs, strict=True):
         if spread is not None:
             record[f"{name}_ms"] = 1e3 * spread.median
             if ours is not None:
@@ -86,6 +102,8 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     record |= {key: found.value for key, found in compared.items()}
     if noise := [key for key, found in compared.items() if found.is_noise]:
         record["noise"] = noise
+    if parts := _parts(setup, precision, draws[0]):
+        record["parts"] = parts
     return record
 
 
@@ -95,6 +113,51 @@ def _scores(system: System, draws: Sequence[Tokens]) -> list[np.ndarray]:
 
 def _on_host(scores: torch.Tensor) -> np.ndarray:
     return scores.double().cpu().numpy()
+
+
+def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any] | None:
+    """Where a fused pass spends its time, by `forward_parts`; None for another one."""
+    reranker = make_reranker(setup, precision)
+    encoder = reranker.encoder
+    if setup.device != "cuda" or not isinstance(encoder, PackedEncoder) or encoder.fused is None:
+        return None
+    config = reranker.model.config
+    sizes = Sizes(config.num_hidden_layers, config.hidden_size, config.intermediate_size)
+    heads = config.num_attention_heads
+    lengths = tuple(int(length) for length in tokens.lengths)
+    workload = Workload("seed", lengths, max(lengths), heads, config.hidden_size // heads)
+    attention = {"varlen": "flash_fwd", "mem_efficient": "fmha"}.get(reranker.attention, f"{reranker.attention}::")
+    least = floors(workload, sizes, precision, _rates())
+    return {"used": encoder.fused.parts.used, **parts_record(reranker.forward_of(tokens), attention, least)}
+
+
+@cache
+def _rates() -> Rates:
+    return measured_rates()
+
+
+def _can_compile(setup: RerankSetup) -> bool:
+    """Whether `packed_library` serves the model, and this machine can compile for its GPU."""
+    is_bert = setup.kind == "cross-encoder" and describe(setup.path).family == "bert"
+    return setup.device == "cuda" and is_bert and importlib.util.find_spec("triton") is not None
+
+
+def _compiled(setup: RerankSetup, precision: str, *, first_only: bool) -> System:
+    model = load_model(setup.path, setup.kind, DTYPES[precision], "sdpa").to(setup.device)
+    library: list[CapturedLibrary] = []
+
+    def forward_of(tokens: Tokens) -> Callable[[], torch.Tensor]:
+        shape = (int(tokens.lengths.sum()), len(tokens.lengths))
+        values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
+        rows = np.arange(len(tokens.lengths))
+        packing.fill(values.numpy(), tokens, rows, shape, with_types=True, positions_from=0)
+        batch = PackedBatch(values.to(setup.device), *shape, *shape, int(tokens.lengths.max()))
+        if not library:
+            with arithmetic(precision):
+                library.append(CapturedLibrary(model, batch, first_only=first_only))
+        return lambda: library[0].run(batch)
+
+    return forward_of
 
 
 def _padded(setup: RerankSetup, precision: str) -> System:

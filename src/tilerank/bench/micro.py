@@ -123,9 +123,9 @@ def call_of(shape: Shape) -> Call:
     return Call("attention", "padded", shape.head_dim, frozenset({"causal"} if shape.causal else ()))
 
 
-def calls(machine_name: str) -> tuple[Call, ...]:
-    """The kinds of call that are timed on a machine, or checked on ``cpu``."""
-    return tuple(dict.fromkeys(map(call_of, CHECK_SHAPES if machine_name == "cpu" else SHAPES)))
+def calls(on_cpu: bool) -> tuple[Call, ...]:
+    """The kinds of call that are timed, or checked on a CPU."""
+    return tuple(dict.fromkeys(map(call_of, CHECK_SHAPES if on_cpu else SHAPES)))
 
 
 def chosen(shape: Shape, precision: str, device: str) -> registry.Row:

@@ -97,7 +97,8 @@ class HuggingFaceScorer:
     """The unmodified model: `tokenizer(..., padding=True, truncation=True, return_tensors="pt")`, then the forward.
 
     kind: cross-encoder | bi-encoder. precision: fp64 | fp32 | tf32 | fp16 | bf16. batch_size: sequences a forward
-    pass, in the order given. The steps are public for the profile; `score` is all of them.
+    pass, in the order given. The steps are public for the profile. `score` is for those who want scores and no time:
+    its tensors are those of `tokenize` (see `inputs`).
     """
 
     def __init__(
@@ -114,6 +115,22 @@ class HuggingFaceScorer:
         self._max_length = _limit(description, max_length)
         self._model = _load_model(path, kind, _check(precision, batch_size), device)
         self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._backend = self._copied_backend()
+
+    def _copied_backend(self) -> Any:
+        """The tokenizer below transformers' wrapper, set as the wrapper sets it in `tokenize`."""
+        from tokenizers import Tokenizer
+
+        wrapper = self._tokenizer
+        backend = Tokenizer.from_str(wrapper.backend_tokenizer.to_str())
+        backend.enable_truncation(min(self._max_length, wrapper.model_max_length), direction=wrapper.truncation_side)
+        backend.enable_padding(
+            direction=wrapper.padding_side,
+            pad_id=wrapper.pad_token_id,
+            pad_token=wrapper.pad_token,
+            pad_type_id=wrapper.pad_token_type_id,
+        )
+        return backend
 
     def batches(self, query: str, passages: Sequence[str]) -> list[tuple[list[str], ...]]:
         """The tokenizer's text arguments of each forward pass: pairs, or (bi-encoder) the query and the passages."""
@@ -126,6 +143,21 @@ class HuggingFaceScorer:
         return self._tokenizer(
             *texts, padding=True, truncation=True, max_length=self._max_length, return_tensors=return_tensors
         )
+
+    def inputs(self, query: str, passages: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        """What `tokenize` and `transfer` make of `batches`, in a fraction of the time that padding in Python takes."""
+        inputs = []
+        for texts in self.batches(query, passages):
+            encodings = self._backend.encode_batch_fast(list(zip(*texts, strict=True)) if len(texts) > 1 else texts[0])
+            columns = {"input_ids": "ids", "token_type_ids": "type_ids", "attention_mask": "attention_mask"}
+            inputs.append(
+                {
+                    name: torch.from_numpy(np.array([getattr(row, column) for row in encodings])).to(self._device)
+                    for name, column in columns.items()
+                    if name in self._tokenizer.model_input_names
+                }
+            )
+        return inputs
 
     def transfer(self, encoding: Any) -> Any:
         """Tensors to the model's device."""
@@ -148,8 +180,11 @@ class HuggingFaceScorer:
         """Logits or cosines, ``[len(passages)]``."""
         if not passages:
             return np.zeros(0, np.float32)
-        outputs = [self.forward(self.transfer(self.tokenize(texts))) for texts in self.batches(query, passages)]
-        return self.finish(outputs)
+        return self.score_inputs(self.inputs(query, passages))
+
+    def score_inputs(self, inputs: Sequence[dict[str, torch.Tensor]]) -> np.ndarray:
+        """The same from `inputs`, which scorers of one model at several precisions may share."""
+        return self.finish([self.forward(batch) for batch in inputs])
 
 
 class SentenceTransformersScorer:

@@ -35,6 +35,9 @@ MANY_BATCH_SIZES = {"cpu": (32,), "cuda": (64, 256)}
 STEP_CALLS = {"cpu": 1, "cuda": 10}
 """Calls that the host paths are timed on."""
 
+PHASE_ROUNDS = 2
+"""How often each of them is taken apart into its phases."""
+
 # A score may be off by twice what the unmodified model is at the same precision, or by this where that model is
 # exact by luck: a few units in the last place of a logit near 10. See `ErrorLimits`.
 ERROR_FLOORS = {"fp32": 2e-5, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
@@ -164,9 +167,27 @@ def error_limits(
     return ErrorLimits.of(precision, score_all(setup, precision, calls), reference)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rerankers:
+    """Ours at one precision, loaded once for all that is timed."""
+
+    plain: Reranker
+    cached: Reranker | None  # with the setup's token cache
+
+    @classmethod
+    def of(cls, setup: RerankSetup, precision: str) -> Rerankers:
+        """As ``setup`` has them."""
+        cache = setup.token_cache
+        return cls(
+            make_reranker(setup, precision),
+            None if cache is None else make_reranker(setup, precision, token_cache=cache),
+        )
+
+
 def bench_precision(
     setup: RerankSetup,
     precision: str,
+    rerankers: Rerankers,
     calls: Sequence[Call],
     reference: Sequence[np.ndarray],
     limits: ErrorLimits,
@@ -177,13 +198,13 @@ def bench_precision(
     reference, limits: `reference_scores` and `error_limits` of ``calls``. Times are over all calls and rounds. A system
     whose scores are wrong has no times; ``failures`` says why.
     """
-    reranker = make_reranker(setup, precision)
+    reranker = rerankers.plain
     systems: dict[str, System] = {OURS: partial(score, reranker)}
-    if setup.token_cache is not None:
-        systems[CACHED] = partial(score, make_reranker(setup, precision, token_cache=setup.token_cache))
+    if rerankers.cached is not None:
+        systems[CACHED] = partial(score, rerankers.cached)
     sizes: dict[str, int] = {}
     for name, peer in peers(setup, precision).items():
-        repetitions = 5 if setup.device == "cuda" else 1
+        repetitions = 3 if setup.device == "cuda" else 1
         sizes[name] = _best_batch_size(name, peer, calls[0], BATCH_SIZES[setup.device], repetitions)
         systems[name] = partial(peer, batch_size=sizes[name])
     clock = WallClock(setup.device)
@@ -310,6 +331,7 @@ def error_record(logs: Mapping[str, ErrorLog]) -> dict[str, Any]:
 def bench_steps(
     setup: RerankSetup,
     precision: str,
+    rerankers: Rerankers,
     calls: Sequence[Call],
     reference: Sequence[np.ndarray],
     limits: ErrorLimits,
@@ -319,29 +341,32 @@ def bench_steps(
 
     For each path ``ms``, ``p10_ms`` and ``p90_ms`` as it runs, and of `PHASES` the median ``<phase>_ms`` of passes that
     wait for the device after each: on a GPU their sum is above ``ms``, whose phases overlap. Where there is a token
-    cache the last path is timed with it too, as ``cached``. A path whose scores are wrong has ``failure`` instead.
+    cache the last path is timed with it too, as ``cached``, unless the setup asks for another path. A path whose scores
+    are wrong has ``failure`` instead.
     """
-    last = make_reranker(setup, precision, host_paths.AUTO)
+    is_auto = setup.host_path == host_paths.AUTO
+    last = rerankers.plain if is_auto else make_reranker(setup, precision, host_paths.AUTO)
     names = [path.name for path in host_paths.of_device(setup.device)]
     names = names[: names.index(last.host_path.name) + 1]
-    rerankers = {name: make_reranker(setup, precision, name) for name in names[:-1]} | {names[-1]: last}
-    if setup.token_cache is not None:
-        rerankers[CACHED] = make_reranker(setup, precision, host_paths.AUTO, token_cache=setup.token_cache)
+    paths = {name: make_reranker(setup, precision, name) for name in names[:-1]} | {names[-1]: last}
+    if is_auto and rerankers.cached is not None:
+        paths[CACHED] = rerankers.cached
     calls = calls[: STEP_CALLS[setup.device]]
-    logs = {name: ErrorLog() for name in rerankers}
-    rows: dict[str, list[Row]] = {name: [] for name in rerankers}
-    phases: dict[str, list[Mapping[str, float]]] = {name: [] for name in rerankers}
+    logs = {name: ErrorLog() for name in paths}
+    rows: dict[str, list[Row]] = {name: [] for name in paths}
+    phases: dict[str, list[Mapping[str, float]]] = {name: [] for name in paths}
     for call, exact in zip(calls, reference, strict=False):
         cases = [
             Case(name, partial(score, reranker, call), logs[name].against(exact), limits.largest)
-            for name, reranker in rerankers.items()
+            for name, reranker in paths.items()
         ]
         clock = WallClock(setup.device)
         for row in measure(cases, clock, warmup=0, rounds=rounds, description=f"host paths {precision}"):
             rows[row.name].append(row)
-        for name, reranker in rerankers.items():
-            phases[name] += [time_phases(reranker, call) for _ in range(rounds)]
-    return {name: _step_record(rows[name], phases[name], logs[name].failure(limits)) for name in rerankers}
+        for name, reranker in paths.items():
+            time_phases(reranker, call)  # as one piece a call has shapes that it may not have had before
+            phases[name] += [time_phases(reranker, call) for _ in range(PHASE_ROUNDS)]
+    return {name: _step_record(rows[name], phases[name], logs[name].failure(limits)) for name in paths}
 
 
 def _step_record(rows: Sequence[Row], phases: Sequence[Mapping[str, float]], failure: str | None) -> dict[str, Any]:
@@ -370,18 +395,21 @@ def time_phases(reranker: Reranker, call: Call) -> dict[str, float]:
     return {phase: end - start for phase, start, end in zip(PHASES, marks[:-1], marks[1:], strict=True)}
 
 
-def bench_many(setup: RerankSetup, precision: str, calls: Sequence[Call], rounds: int) -> dict[str, Any]:
+def bench_many(
+    setup: RerankSetup, precision: str, rerankers: Rerankers, calls: Sequence[Call], rounds: int
+) -> dict[str, Any]:
     """Pairs a second over all calls at once: `Reranker.rank_many` beside sentence-transformers, which sorts its batches
     by length itself, at its best batch size of `MANY_BATCH_SIZES`. Part of ``rerank.<precision>``.
     """
-    reranker = make_reranker(setup, precision)
+    reranker = rerankers.plain
     queries, candidates = [call.query for call in calls], [call.passages for call in calls]
     pairs = [(call.query, passage) for call in calls for passage in call.passages]
     theirs = SentenceTransformersScorer(setup.path, setup.kind, precision, setup.device, setup.max_length)
     sizes = MANY_BATCH_SIZES[setup.device]
     best = dict.fromkeys((OURS, *sizes), float("inf"))
-    warmup = 1 if setup.device == "cuda" else 0  # graphs, and what the allocator keeps
-    for turn in range(warmup + rounds):
+    if setup.device == "cuda":  # graphs, and what the allocator keeps
+        reranker.rank_many(queries, candidates)
+    for _ in range(rounds):
         for key in best:
             start = time.perf_counter()
             if key == OURS:
@@ -389,8 +417,7 @@ def bench_many(setup: RerankSetup, precision: str, calls: Sequence[Call], rounds
             else:
                 theirs.batch_size = key
                 theirs.score_pairs(pairs)
-            if turn >= warmup:
-                best[key] = min(best[key], time.perf_counter() - start)
+            best[key] = min(best[key], time.perf_counter() - start)
     size = min(sizes, key=best.__getitem__)
     return {
         "pairs_per_s": len(pairs) / best[OURS],

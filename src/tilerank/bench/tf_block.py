@@ -18,6 +18,7 @@ from typing import Any
 
 from tilerank.bench.timing import Spread, ratio
 from tilerank.errors import TilerankError
+from tilerank.kernel_choices import Call
 
 PYTHON_VARIABLE = "TILERANK_TF_PYTHON"
 COUNTED = 10
@@ -28,6 +29,7 @@ QUEUED = 50
 
 BATCH, WIDTH, HEADS = 8, 768, 12
 TOKENS = (128, 512, 2048)
+CPU_SHAPE, CPU_HEADS = (2, 24, 64), 4
 LIMIT_S = 300.0
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 5e-2, "bf16": 5e-2}
@@ -47,19 +49,25 @@ def interpreter(root: Path) -> Path | None:
     return path if path.exists() else None
 
 
+def calls(on_cpu: bool) -> tuple[Call, ...]:
+    """What `run` calls, as far as choosing a row goes."""
+    width, heads = (CPU_SHAPE[2], CPU_HEADS) if on_cpu else (WIDTH, HEADS)
+    return (Call("block", "padded", width // heads, width=width),)
+
+
 def run(python: Path, root: Path, precisions: Sequence[str], on_cpu: bool) -> dict[str, Any]:
     """What `tilerank.bench.tf_process` saw; on a CPU the reference at a small size.
 
     Raises:
         TilerankError: it ended with an error (its last line), or not at all.
     """
-    shapes = ["2x24x64"] if on_cpu else [f"{BATCH}x{tokens}x{WIDTH}" for tokens in TOKENS]
+    shapes = ["x".join(map(str, CPU_SHAPE))] if on_cpu else [f"{BATCH}x{tokens}x{WIDTH}" for tokens in TOKENS]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "calls.json"
         command = [str(python), "-m", "tilerank.bench.tf_process", "--out", str(out), "--precisions", *precisions]
         command += [
             "--heads",
-            str(4 if on_cpu else HEADS),
+            str(CPU_HEADS if on_cpu else HEADS),
             "--shapes",
             *shapes,
             "--counted",

@@ -77,7 +77,7 @@ def exact_block(values: Mapping[str, np.ndarray], heads: int, head_dim: int) -> 
 
 
 def blocks_of(
-    values: Mapping[str, np.ndarray], heads: int, head_dim: int, dtype: str, variant: str, with_stock: bool
+    values: Mapping[str, np.ndarray], heads: int, head_dim: int, dtype: str, variant: str
 ) -> dict[str, Block]:
     """The block called eagerly, in a graph and as a layer; and what a Keras encoder has in its place."""
     given = {name: tf.cast(tf.constant(value), dtype) for name, value in values.items() if name != "x"}
@@ -88,25 +88,23 @@ def blocks_of(
     layer = tilerank.tf.FusedAttentionLayer(heads, head_dim, dtype=dtype, variant=variant)
     layer.build(values["x"].shape)
     layer.set_weights([values[weight.name] for weight in layer.weights])
-    blocks: dict[str, Block] = {"eager": eager, "graph": tf.function(eager, autograph=False), "layer": layer}
-    if with_stock:
-        norm = keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype)
-        attention = keras.layers.MultiHeadAttention(heads, head_dim, dtype=dtype)
-        norm.build(values["x"].shape)
-        attention.build(values["x"].shape, values["x"].shape)
-        norm.set_weights([values["gamma"], values["beta"]])
-        split = [
-            (values[f"w{name}"].reshape(-1, heads, head_dim), values[f"b{name}"].reshape(heads, -1)) for name in "qkv"
-        ]
-        out = (values["wo"].reshape(heads, head_dim, -1), values["bo"])
-        attention.set_weights([each for pair in (*split, out) for each in pair])
+    norm = keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype)
+    attention = keras.layers.MultiHeadAttention(heads, head_dim, dtype=dtype)
+    norm.build(values["x"].shape)
+    attention.build(values["x"].shape, values["x"].shape)
+    norm.set_weights([values["gamma"], values["beta"]])
+    split = [(values[f"w{name}"].reshape(-1, heads, head_dim), values[f"b{name}"].reshape(heads, -1)) for name in "qkv"]
+    out = (values["wo"].reshape(heads, head_dim, -1), values["bo"])
+    attention.set_weights([each for pair in (*split, out) for each in pair])
 
-        def stock(x: tf.Tensor) -> tf.Tensor:
-            rows = norm(x)
-            return attention(rows, rows)
+    def stock(x: tf.Tensor) -> tf.Tensor:
+        rows = norm(x)
+        return attention(rows, rows)
 
-        blocks |= {"stock_eager": stock, "stock_graph": tf.function(stock, autograph=False)}
-    return blocks
+    def graph(call: Block) -> Block:
+        return tf.function(call, autograph=False)
+
+    return {"eager": eager, "graph": graph(eager), "layer": layer, "stock_eager": stock, "stock_graph": graph(stock)}
 
 
 # ---- One case ----
@@ -135,7 +133,7 @@ def run_case(
     values = inputs_of(batch, tokens, width, heads * head_dim, dtype)
     exact = exact_block(values, heads, head_dim)
     x = tf.cast(tf.constant(values["x"]), dtype)
-    blocks = blocks_of(values, heads, head_dim, dtype, "auto" if on_gpu else "reference", with_stock=on_gpu)
+    blocks = blocks_of(values, heads, head_dim, dtype, "auto" if on_gpu else "reference")
     record: dict[str, Any] = {}
     for name, block in blocks.items():
         try:

@@ -32,12 +32,12 @@ def doctor() -> Iterator[Check]:
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     nvcc = build.find_nvcc()
     capabilities = build.present_capabilities()
+    packaged = build.packaged()
     if nvcc is None:
-        yield Check(
-            "nvcc",
-            None,
-            "not found: only the reference can be built (`pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings one)",
+        built = (
+            "only the reference can be built" if packaged is None else "the library that came with the package is used"
         )
+        yield Check("nvcc", None, f"not found: {built} (`pip install nvidia-cuda-nvcc nvidia-cuda-cccl` brings one)")
     else:
         try:
             yield Check("nvcc", True, f"{build.nvcc_version(nvcc)} at {nvcc}")

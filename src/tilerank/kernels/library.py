@@ -28,6 +28,8 @@ DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 
 LENGTHS_NONE, LENGTHS_INT32, LENGTHS_INT64 = range(3)
 WEIGHTS_OUT_IN, WEIGHTS_IN_OUT = range(2)
+ACTIVATION_NONE, ACTIVATION_GELU = range(2)
+FORMAT_PLAIN, FORMAT_INTERLEAVED, FORMAT_SPLIT = range(3)
 MASK_NONE, MASK_BOOL, MASK_FP32, MASK_FP16, MASK_BF16 = range(5)
 
 
@@ -144,7 +146,48 @@ class FusedAttentionParams(ctypes.Structure):
     )
 
 
-Params: TypeAlias = AttentionParams | AttentionVarlenParams | LayernormParams | FusedAttentionParams
+class LinearParams(ctypes.Structure):
+    """tilerank_linear_params: a linear layer and what follows it. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "gamma", "beta", "out")),
+        ("dtype", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("weight_format", ctypes.c_int32),
+        ("weight_exponent", ctypes.c_int32),
+        ("x_exponent", ctypes.c_int32),
+        ("overlap", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("weight_stride", ctypes.c_int64),
+        ("residual_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+class EmbeddingParams(ctypes.Structure):
+    """tilerank_embedding_params: the embeddings of tokens, normalised. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "places", "type_ids", "words", "positions", "types")),
+        *((name, ctypes.c_void_p) for name in ("gamma", "beta", "out")),
+        ("dtype", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("word_count", ctypes.c_int64),
+        ("position_count", ctypes.c_int64),
+        ("type_count", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+Params: TypeAlias = (
+    AttentionParams | AttentionVarlenParams | LayernormParams | FusedAttentionParams | LinearParams | EmbeddingParams
+)
 
 
 class _VariantStruct(ctypes.Structure):
@@ -239,6 +282,8 @@ class Library:
             (AttentionVarlenParams, "tilerank_attention_varlen"),
             (LayernormParams, "tilerank_layernorm"),
             (FusedAttentionParams, "tilerank_fused_attention"),
+            (LinearParams, "tilerank_linear"),
+            (EmbeddingParams, "tilerank_embedding"),
         ):
             pointer = ctypes.POINTER(kind)
             self._run[kind] = self._function(
@@ -321,6 +366,20 @@ class Library:
         """Queue the attention block; otherwise as `attention`."""
         self._check(
             self._run[FusedAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
+
+    def linear(
+        self, variant: str, params: LinearParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue a linear layer and what follows it; otherwise as `attention`."""
+        self._check(self._run[LinearParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
+
+    def embedding(
+        self, variant: str, params: EmbeddingParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue embeddings; otherwise as `attention`."""
+        self._check(
+            self._run[EmbeddingParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
         )
 
     def _check(self, status: int) -> None:

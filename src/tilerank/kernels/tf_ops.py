@@ -7,11 +7,12 @@ TensorFlow's own memory and stream: nothing is copied, nothing allocated outside
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd, isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tilerank.errors import TilerankError
@@ -21,6 +22,7 @@ _DTYPES = {tf.float32: "fp32", tf.float16: "fp16", tf.bfloat16: "bf16"}
 _LENGTHS = (tf.int32, tf.int64)
 _OPTIONAL = ("bq", "bk", "bv", "bo", "gamma", "beta", "residual")
 WEIGHT_LAYOUTS = ("in_out", "out_in")
+MOST_HEADS = 1 << 20
 
 Tensor = Any
 """What TensorFlow turns into a tensor: a ``tf.Tensor``, a variable, an array."""
@@ -119,7 +121,9 @@ def fused_attention(
     """
     (x,) = _tensors(x=x)
     wq, wk, wv, wo = (_like(x, name, each) for name, each in (("wq", wq), ("wk", wk), ("wv", wv), ("wo", wo)))
-    _check_block(num_heads, head_dim, pre_ln, epsilon, weight_layout)
+    num_heads = integer("num_heads", num_heads, MOST_HEADS)
+    head_dim = integer("head_dim", head_dim, registry.MAX_HEAD_DIM)
+    _check_block(pre_ln, epsilon, weight_layout)
     width = _static("x", x, 3)
     values = dict(zip(_OPTIONAL, (bq, bk, bv, bo, gamma, beta, residual), strict=True))
     given = [name for name in _OPTIONAL if values[name] is not None]
@@ -196,12 +200,16 @@ def _scale(scale: float | None) -> list[float]:
     return [float(scale)]
 
 
-def _check_block(num_heads: Any, head_dim: Any, pre_ln: Any, epsilon: Any, weight_layout: Any) -> None:
-    for name, value, most in (("num_heads", num_heads, 1 << 20), ("head_dim", head_dim, registry.MAX_HEAD_DIM)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; expected an int")
-        if not 1 <= value <= most:
-            raise ValueError(f"{name} is {value}; allowed: 1 to {most}")
+def integer(name: str, value: Any, most: int) -> int:
+    """``value`` as an int from 1 to ``most``; TypeError or ValueError, naming it, when it is none."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected an int")
+    if not 1 <= value <= most:
+        raise ValueError(f"{name} is {value}; allowed: 1 to {most}")
+    return int(value)
+
+
+def _check_block(pre_ln: Any, epsilon: Any, weight_layout: Any) -> None:
     if not isinstance(pre_ln, bool):
         raise TypeError(f"pre_ln is {pre_ln!r}; expected True or False")
     if not isfinite(epsilon) or epsilon < 0:
@@ -220,7 +228,7 @@ def _capabilities() -> tuple[int, ...]:
     return tuple(sorted({10 * major + minor for major, minor in (each["compute_capability"] for each in details)}))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _choose(
     operation: str, variant: str, dtype: str, head_dim: int, k_len: int, masks: frozenset[str], width: int = 0
 ) -> str:
@@ -269,9 +277,19 @@ def installed() -> tf_build.TensorFlow:
     )
 
 
+def load_operations() -> None:
+    """Make the operations known to TensorFlow, which a SavedModel with them needs before it is loaded. Everything else
+    here does so by itself. Compiles them where need be (some seconds, once).
+
+    Raises:
+        TilerankError: another TensorFlow than is served, no C++ compiler, or a kernel library that does not load.
+    """
+    _operations()
+
+
 @cache
 def _operations() -> Any:
-    """The operations, compiled where need be, calling the library of this installation."""
+    """The operations, calling the library of this installation."""
     path = tf_build.build_operations(installed())
     operations = tf.load_op_library(str(path))
     tf_build.use_library(path, library.load().path)

@@ -366,12 +366,7 @@ def _request(q: torch.Tensor, layout: str, k_len: int, masks: frozenset[str]) ->
     return registry.Request(device.type, _sm(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
 
 
-def _call(
-    run: Any,
-    row: registry.Row,
-    params: library.Params,
-    device: torch.device,
-) -> None:
+def _call(run: Any, row: registry.Row, params: library.Params, device: torch.device) -> None:
     """Queue the call on the device's current stream, with the workspace it needs."""
     if device.type != "cuda":
         run(row.name, params)
@@ -489,7 +484,10 @@ def _attention_varlen(
     scale: float,
     variant: str,
     check: bool,
+    *,
+    clear: bool = True,
 ) -> torch.Tensor:
+    """``clear``: rows of no sequence are zeros, else left as the allocator gave them."""
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     total_q, heads, head_dim = q.shape
     total_k = k.shape[0]
@@ -506,7 +504,7 @@ def _attention_varlen(
     # Kernels leave rows of no sequence as they were, so the result starts as zeros unless all are known to be covered.
     is_covered = known_q is not None and known_q[-1] == total_q
     shape = (total_q, heads, head_dim)
-    out = q.new_empty(shape) if is_covered else q.new_zeros(shape)
+    out = q.new_empty(shape) if is_covered or not clear else q.new_zeros(shape)
     if out.numel() == 0:
         return out
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)

@@ -9,6 +9,7 @@ from html import escape
 from tilerank.report.analysis import analyse
 from tilerank.report.block import lengths_pictures
 from tilerank.report.figures import DARK, LIGHT, Picture, draw_pictures
+from tilerank.report.forward_parts import parts_pictures
 from tilerank.report.host_path import steps_pictures
 from tilerank.report.records import Record, sources
 from tilerank.report.tables import (
@@ -52,7 +53,12 @@ def build_report(records: Sequence[Record], machine: str, predictions: Mapping[s
     """
     predictions = predictions or {}
     summary = analyse(records, predictions)
-    pictures = (*draw_pictures(summary, predictions), *lengths_pictures(summary), *steps_pictures(summary))
+    pictures = (
+        *draw_pictures(summary, predictions),
+        *lengths_pictures(summary),
+        *steps_pictures(summary),
+        *parts_pictures(summary),
+    )
     sections = []
     for spec in TABLES:
         table = build_table(spec, summary, tuple(predictions))

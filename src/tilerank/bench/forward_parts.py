@@ -1,0 +1,111 @@
+"""Where the fused forward pass spends its time: each part's kernels in one replay, and the least they could take.
+
+A part's kernels are told apart by their order: between two attentions stand the rest of one layer and the start of the
+next. Floors are those of `tilerank.bench.floors`: bytes that must move, products, exps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilerank.bench.floors import BYTES, Rates, attention_floor
+from tilerank.bench.workloads import Workload
+from tilerank.errors import TilerankError
+
+EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
+    "embeddings",
+    "query, key, value",
+    "attention",
+    "attention output",
+    "feed-forward up",
+    "feed-forward down",
+    "last layer and head",
+)
+
+# Kernels between two attentions, by how many there are: fused ends; LayerNorm, or also GELU, as kernels of their own.
+_BETWEEN = {4: (OUT, UP, DOWN, QKV), 6: (OUT, OUT, UP, DOWN, DOWN, QKV), 7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV)}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a layer's arithmetic depends on."""
+
+    layers: int
+    width: int
+    wide: int  # of the feed-forward part
+
+
+def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
+    """The part of each kernel of a pass, given in order. ``attention``: what an attention kernel's name contains.
+
+    Raises `TilerankError` for an order that is not that of a fused pass.
+    """
+    places = [number for number, name in enumerate(kernels) if attention in name]
+    if len(places) < 2:
+        raise TilerankError(f"{len(places)} kernels are called {attention!r}; a pass of two layers or more has as many")
+    labels = [EMBEDDINGS] * (places[0] - 1) + [QKV]
+    for start, end in itertools.pairwise(places[:-1]):
+        labels += [ATTENTION, *_rest(end - start - 1)]
+    # The last layer begins within what follows: its keys and values, then first tokens alone.
+    usual = places[1] - places[0] - 1 if len(places) > 2 else min(_BETWEEN)
+    labels += [ATTENTION, *_rest(usual)[:-1]]
+    return (*labels, *[LAST] * (len(kernels) - len(labels)))
+
+
+def _rest(count: int) -> tuple[str, ...]:
+    if count not in _BETWEEN:
+        raise TilerankError(f"{count} kernels stand between two attentions; known: {', '.join(map(str, _BETWEEN))}")
+    return _BETWEEN[count]
+
+
+def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> dict[str, float]:
+    """The least seconds of each of `PARTS` in one pass. fp32 products are three of fp16, or FMAs where that is sooner;
+    weights are read once a layer."""
+    rows, width, wide, size = workload.tokens, sizes.width, sizes.wide, BYTES[precision]
+
+    def linear(depth: int, columns: int, moved: int) -> float:
+        fmas = rows * depth * columns
+        products = fmas * {"fp32": 3, "tf32": 2}.get(precision, 1) / rates.fp16_fmas
+        if precision == "fp32":
+            products = min(products, fmas / rates.fp32_fmas)
+        return max(products, size * (rows * moved + depth * columns) / rates.hbm_bytes)
+
+    most = sizes.layers - 1
+    attention = attention_floor(workload, precision, rates).seconds
+    return {
+        EMBEDDINGS: 2 * size * rows * width / rates.hbm_bytes,
+        QKV: most * linear(width, 3 * width, 4 * width),
+        ATTENTION: most * attention,
+        OUT: most * linear(width, width, 3 * width),
+        UP: most * linear(width, wide, width + wide),
+        DOWN: most * linear(wide, width, wide + 2 * width),
+        # Keys and values of all tokens are made and read once.
+        LAST: linear(width, 2 * width, 3 * width) + 2 * size * rows * width / rates.hbm_bytes,
+    }
+
+
+def parts_record(
+    run: Callable[[], object], attention: str, least: Mapping[str, float]
+) -> dict[str, dict[str, float | int]]:
+    """Part -> ``us``, ``launches`` and ``floor_us``, of the last of three runs. ``least``: what `floors` gave."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    kernels.sort(key=lambda event: event.time_range.start)
+    record: dict[str, dict[str, float | int]] = {}
+    for part, event in zip(label([event.name for event in kernels], attention), kernels, strict=True):
+        entry = record.setdefault(part, {"us": 0.0, "launches": 0, "floor_us": 1e6 * least[part]})
+        entry["us"] += event.device_time
+        entry["launches"] += 1
+    return record

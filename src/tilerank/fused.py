@@ -1,0 +1,470 @@
+"""A BERT-family encoder over packed sequences, from token ids to logits, as few kernels as its parts can be made into.
+
+It is built from a transformers model, whose weights are read and stay as they are, and has buffers of its own: the
+three projections of a layer's attention as one matrix, matrices in the order that the kernels read. Bias, GELU,
+residual and LayerNorm are the end of the product before them where a registered kernel serves, else torch's own
+operations. Where only first tokens count, the last layer goes on with these alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from tilerank.errors import TilerankError
+from tilerank.graphs import MOST_SEQUENCES
+from tilerank.kernels import registry
+from tilerank.packed_attention import PackedAttention
+from tilerank.precision import PRECISIONS
+
+FAMILIES = frozenset({"bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"})
+"""Model types whose encoder is ``encoder.layer[i].attention.{self,output}``, whose positions are a table, and whose
+classifier takes the first token."""
+
+Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""``[rows, in]`` -> ``[rows, out]``."""
+LinearNorm: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x ``[rows, in]`` and residual ``[rows, out]``, which may be overwritten -> the normalised sum ``[rows, out]``."""
+Embed: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""ids, type ids and positions, int32 ``[rows]`` -> ``[rows, width]``."""
+Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+gelu: Activation = functional.gelu  # by the error function
+
+OWN_PRODUCTS = {
+    "fp32": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
+    "fp16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
+    "bf16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
+}
+"""Precision -> parts whose product a kernel here ends sooner than cuBLASLt and what would follow it, measured on an
+H200 at 16,830 rows of width 384."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What no row of activations exceeds, whatever the text: proven from the weights that make it."""
+
+    element: float  # of an element's absolute value
+    norm: float  # of the row's Euclidean norm
+
+    @staticmethod
+    def of_norm(norm: torch.nn.LayerNorm) -> Bound:
+        """Of a LayerNorm's result: before gamma and beta a row's norm is at most the root of its width."""
+        root = math.sqrt(norm.weight.numel())
+        gamma, beta = norm.weight.detach().double().abs(), norm.bias.detach().double().abs()
+        return Bound(float((gamma * root + beta).max()), float(gamma.max() * root + beta.norm()))
+
+    def after(self, weight: torch.Tensor, bias: torch.Tensor) -> Bound:
+        """Of ``x @ weight.T + bias``, and of what GELU or averaging over rows makes of it."""
+        rows = weight.detach().double().norm(dim=1) * self.norm + bias.detach().double().abs()
+        return Bound(float(rows.max()), float(rows.norm()))
+
+
+class Parts(Protocol):
+    """Makes the parts of an encoder from a model's modules, on a device and in a precision."""
+
+    used: dict[str, str]
+    """What computes each kind of part: registry rows, or ``torch``."""
+
+    def embed(self, embeddings: torch.nn.Module) -> Embed:
+        """The sum of the embeddings, normalised."""
+        ...
+
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
+        """``activation(x @ weight.T + bias)``; ``name`` is the key in `used`, ``bound`` that of x."""
+        ...
+
+    def linear_norm(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
+    ) -> LinearNorm:
+        """``norm(x @ weight.T + bias + residual)``."""
+        ...
+
+
+class TorchParts:
+    """torch's own operations: on any device, in any precision."""
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self.used: dict[str, str] = {}
+        self._device = device
+        self._dtype = PRECISIONS[precision]
+
+    def embed(self, embeddings: torch.nn.Module) -> Embed:
+        """See `Parts`. The tables are not copied where they are on the device in this dtype."""
+        self.used["embedding"] = "torch"
+        words, positions, types = self._tables(embeddings)
+        norm = self._norm(embeddings.LayerNorm)
+
+        def embed(ids: torch.Tensor, type_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            found = functional.embedding(ids, words)
+            if types is not None:
+                found = found + functional.embedding(type_ids, types)
+            return norm(found + functional.embedding(places, positions))
+
+        return embed
+
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
+        """See `Parts`."""
+        self.used[name] = "torch"
+        weight, bias = self._here(weight), self._here(bias)
+        if activation is None:
+            return lambda x: functional.linear(x, weight, bias)
+        return lambda x: activation(functional.linear(x, weight, bias))
+
+    def linear_norm(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
+    ) -> LinearNorm:
+        """See `Parts`."""
+        self.used[name] = "torch"
+        weight, bias, normalised = self._here(weight), self._here(bias), self._norm(norm)
+        return lambda x, residual: normalised(functional.linear(x, weight, bias) + residual)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self._device, self._dtype)
+
+    def _tables(self, embeddings: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        types = getattr(embeddings, "token_type_embeddings", None)
+        return (
+            self._here(embeddings.word_embeddings.weight),
+            self._here(embeddings.position_embeddings.weight),
+            None if types is None else self._here(types.weight),
+        )
+
+    def _norm(self, norm: torch.nn.LayerNorm) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight, bias = self._here(norm.weight), self._here(norm.bias)
+        return lambda x: functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
+class KernelParts(TorchParts):
+    """The registered kernels that serve a part on this device, else torch's operations.
+
+    few_rows: products are torch's, since a kernel that gives each multiprocessor 128 rows is slow on some fifty.
+    """
+
+    def __init__(self, device: torch.device, precision: str, *, few_rows: bool = False) -> None:
+        super().__init__(device, precision)
+        major, minor = torch.cuda.get_device_capability(device)
+        self._sm = 10 * major + minor
+        self._precision = precision
+        self._few_rows = few_rows
+
+    def embed(self, embeddings: torch.nn.Module) -> Embed:
+        """See `Parts`."""
+        if not self._runs("embedding", "warp_rows"):
+            return super().embed(embeddings)
+        from tilerank.kernels import encoder_ops
+
+        self.used["embedding"] = "warp_rows"
+        words, positions, types = self._tables(embeddings)
+        gamma, beta = self._here(embeddings.LayerNorm.weight), self._here(embeddings.LayerNorm.bias)
+        epsilon = embeddings.LayerNorm.eps
+
+        def embed(ids: torch.Tensor, type_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            tables = (words, positions, types, gamma, beta)
+            return encoder_ops.embedding(ids, places, type_ids, *tables, epsilon, variant="warp_rows")
+
+        return embed
+
+    def linear(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
+    ) -> Linear:
+        """See `Parts`."""
+        from tilerank.kernels import encoder_ops
+
+        columns, depth = weight.shape
+        has_end = activation in (None, gelu)
+        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": True}
+        has_end = has_end and self._multiplies(name)
+        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
+            weights = encoder_ops.interleaved(self._here(weight))
+            options["variant"] = "resident_rows"
+        elif has_end and self._can_split(columns, depth, bound):
+            weights = encoder_ops.split(self._here(weight))
+            options |= {"variant": "split_rows", "x_exponent": _split_exponent(bound)}
+        else:
+            return super().linear(name, weight, bias, activation, bound)
+        self.used[name] = options["variant"]
+        bias = self._here(bias)
+        return lambda x: encoder_ops.linear(x, weights, bias, **options)
+
+    def linear_norm(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
+    ) -> LinearNorm:
+        """See `Parts`."""
+        from tilerank.kernels import encoder_ops
+
+        columns, depth = weight.shape
+        bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
+        own = self._multiplies(name)
+        if own and self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
+            self.used[name] = "row_layernorm"
+            weights = encoder_ops.interleaved(self._here(weight))
+
+            def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+                ends = (bias, residual, gamma, beta, norm.eps)
+                options = {"variant": "row_layernorm", "overlap": True, "out": residual}
+                return encoder_ops.linear_norm(x, weights, *ends, **options)
+
+            return in_one
+        if not self._runs("layernorm", "vectorized"):
+            return super().linear_norm(name, weight, bias, norm, bound)
+        if own and self._can_split(columns, depth, bound):
+            weights = encoder_ops.split(self._here(weight))
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": True}
+            multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
+            self.used[name] = "split_rows, vectorized"
+        else:
+            multiply = functools.partial(functional.linear, weight=self._here(weight))
+            self.used[name] = "torch, vectorized"
+
+        def in_two(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            ends = (residual, bias, gamma, beta, norm.eps)
+            return encoder_ops.layernorm(multiply(x), *ends, variant="vectorized", out=residual)
+
+        return in_two
+
+    def _multiplies(self, name: str) -> bool:
+        """Whether the part's product is computed by a kernel here."""
+        return not self._few_rows and name in OWN_PRODUCTS.get(self._precision, ())
+
+    def _can_split(self, columns: int, depth: int, bound: Bound) -> bool:
+        return (
+            self._precision == "fp32"
+            and self._runs("linear", "split_rows")
+            and columns % 192 == 0
+            and depth % 64 == 0
+            and _split_exponent(bound) >= 0
+        )
+
+    def _runs(self, operation: str, variant: str) -> bool:
+        """Whether the variant runs on this device in this precision."""
+        row = registry.get(variant, operation)
+        dtype = "fp32" if self._precision == "tf32" else self._precision
+        return (
+            dtype in row.dtypes and row.lowest_sm(dtype) <= self._sm and (row.max_sm is None or self._sm <= row.max_sm)
+        )
+
+
+def _split_exponent(bound: Bound) -> int:
+    """The largest power of two that x may be multiplied by before it is split into fp16 terms, which end at 65,504.
+    Below 0 elements near 1 would lose accuracy: what has such a bound is not split."""
+    if not math.isfinite(bound.element) or bound.element <= 0:
+        return -1
+    return min(10, math.floor(math.log2(32768.0 / bound.element)))
+
+
+def parts_for(device: torch.device, precision: str, *, few_rows: bool = False) -> Parts:
+    """`KernelParts` where the library can be loaded for the device, else `TorchParts`."""
+    if device.type == "cuda":
+        from tilerank.kernels import library
+
+        try:
+            if library.load().backend == "cuda":
+                return KernelParts(device, precision, few_rows=few_rows)
+        except TilerankError:
+            pass  # nothing compiles here: torch serves
+    return TorchParts(device, precision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer over all rows."""
+
+    qkv: Linear
+    out: LinearNorm
+    up: Linear
+    down: LinearNorm
+
+
+@dataclass(frozen=True, slots=True)
+class _LastLayer:
+    """The last layer where only first tokens count: keys and values of all rows, the rest for first tokens."""
+
+    kv: Linear
+    q: Linear
+    out: LinearNorm
+    up: Linear
+    down: LinearNorm
+
+
+class FusedModel:
+    """The forward pass of a model that `refusal` does not refuse, over packed sequences.
+
+    model: a transformers model of `FAMILIES`, with or without a sequence classifier on top, on any device in any dtype;
+    it is only read. first_only: the result is of first tokens alone (a classifier's is anyway). attention: computes
+    each layer's. Called with the parts of a `PackedBatch` and a bound of the longest sequence, it returns
+
+    - a classifier's logits ``[sequences, labels]``,
+    - else hidden states: ``[sequences, width]`` of first tokens, or ``[tokens, width]``,
+
+    in the precision's dtype. Rows that belong to no sequence hold anything.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        precision: str,
+        attention: PackedAttention,
+        *,
+        first_only: bool,
+        parts: Parts | None = None,
+    ) -> None:
+        if reason := refusal(model):
+            raise TilerankError(f"this model cannot be run fused: {reason}")
+        base = model.base_model
+        self._attend = attention.attend
+        self.parts = parts_for(device, precision) if parts is None else parts
+        few = parts_for(device, precision, few_rows=True) if parts is None else parts
+        first = base.encoder.layer[0].attention.self
+        self._heads, self._head_dim = first.num_attention_heads, first.attention_head_size
+        self._embed = self.parts.embed(base.embeddings)
+        bound = Bound.of_norm(base.embeddings.LayerNorm)
+        projection = getattr(base, "embeddings_project", None)  # ELECTRA's, where its embeddings are narrower
+        self._project = None
+        if projection is not None:
+            weights = (projection.weight, projection.bias)
+            self._project = self.parts.linear("projection", *weights, None, bound)
+            bound = bound.after(*weights)
+        layers = list(base.encoder.layer)
+        self._layers = []
+        for layer in layers[:-1] if first_only else layers:
+            self._layers.append(_layer(self.parts, layer, bound))
+            bound = Bound.of_norm(layer.output.LayerNorm)
+        self._last = _last_layer(self.parts, few, layers[-1], bound) if first_only else None
+        self._head = _head(model, device, PRECISIONS[precision])
+        # The bounds of sequences of one token each, as many as a captured batch may have.
+        self._singles = torch.arange(MOST_SEQUENCES + 1, dtype=torch.int32, device=device)
+
+    def __call__(self, batch: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
+        """See the class."""
+        ids, types, positions, bounds, first = batch
+        x = self._embed(ids, types, positions)
+        if self._project is not None:
+            x = self._project(x)
+        for layer in self._layers:
+            q, k, v = self._by_head(layer.qkv(x), 3)
+            found = self._attend(q, k, v, bounds, bounds, longest, longest, self._head_dim**-0.5)
+            del q, k, v  # whose memory the wide activations below can take
+            x = layer.out(found.flatten(1), x)
+            del found
+            x = layer.down(layer.up(x), x)
+        if self._last is not None:
+            x = self._first_tokens(self._last, x, bounds, first, longest)
+        return x if self._head is None else self._head(x)
+
+    def _first_tokens(
+        self, layer: _LastLayer, x: torch.Tensor, bounds: torch.Tensor, first: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        k, v = self._by_head(layer.kv(x), 2)
+        x = x.index_select(0, first)
+        (q,) = self._by_head(layer.q(x), 1)
+        found = self._attend(q, k, v, self._bounds_of_singles(len(first)), bounds, 1, longest, self._head_dim**-0.5)
+        x = layer.out(found.flatten(1), x)
+        return layer.down(layer.up(x), x)
+
+    def _bounds_of_singles(self, sequences: int) -> torch.Tensor:
+        if sequences < len(self._singles):
+            return self._singles[: sequences + 1]
+        return torch.arange(sequences + 1, dtype=torch.int32, device=self._singles.device)
+
+    def _by_head(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        """``[rows, count * heads * head_dim]`` -> count views ``[rows, heads, head_dim]``."""
+        return x.view(-1, count, self._heads, self._head_dim).unbind(1)
+
+
+def refusal(model: torch.nn.Module) -> str | None:
+    """Why `FusedModel` does not serve a model, or None when it does."""
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    if family not in FAMILIES:
+        return f"model_type is {family!r}; served: {', '.join(sorted(FAMILIES))}"
+    name = type(model).__name__
+    if model is not model.base_model and not name.endswith("ForSequenceClassification"):
+        return f"{name} has a head of its own; served: ...ForSequenceClassification, and models without a head"
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return "it is a decoder; served: encoders"
+    if getattr(config, "use_task_id", False):
+        return "use_task_id is set; served: embeddings of words, positions and types"
+    kind = getattr(config, "position_embedding_type", "absolute") or "absolute"
+    if kind != "absolute":
+        return f"position_embedding_type is {kind!r}; served: absolute"
+    linears = [module for module in model.base_model.encoder.modules() if "Linear" in type(module).__name__]
+    odd = next((module for module in linears if type(module) is not torch.nn.Linear or module.bias is None), None)
+    if odd is not None:
+        return f"a layer is {odd}; served: torch.nn.Linear with a bias"
+    return None
+
+
+def _layer(parts: Parts, layer: torch.nn.Module, bound: Bound) -> _Layer:
+    attention = layer.attention.self
+    weights = _stacked(attention.query, attention.key, attention.value)
+    return _Layer(parts.linear("qkv", *weights, None, bound), *_after_attention(parts, layer, bound))
+
+
+def _last_layer(parts: Parts, few: Parts, layer: torch.nn.Module, bound: Bound) -> _LastLayer:
+    attention = layer.attention.self
+    kv = parts.linear("kv", *_stacked(attention.key, attention.value), None, bound)
+    q = few.linear("q", attention.query.weight, attention.query.bias, None, bound)
+    return _LastLayer(kv, q, *_after_attention(few, layer, bound))
+
+
+def _after_attention(parts: Parts, layer: torch.nn.Module, bound: Bound) -> tuple[LinearNorm, Linear, LinearNorm]:
+    value, out = layer.attention.self.value, layer.attention.output
+    up, down = layer.intermediate.dense, layer.output
+    activation = _activation(layer.intermediate.intermediate_act_fn)
+    mixed = bound.after(value.weight, value.bias)  # attention averages values
+    states = Bound.of_norm(out.LayerNorm)
+    wide = states.after(up.weight, up.bias) if activation is gelu else Bound(math.inf, math.inf)
+    return (
+        parts.linear_norm("out", out.dense.weight, out.dense.bias, out.LayerNorm, mixed),
+        parts.linear("up", up.weight, up.bias, activation, states),
+        parts.linear_norm("down", down.dense.weight, down.dense.bias, down.LayerNorm, wide),
+    )
+
+
+def _activation(module: Any) -> Activation:
+    """`gelu` itself for any spelling of it, so that a kernel can serve; else what the model calls."""
+    from transformers.activations import GELUActivation
+
+    if isinstance(module, GELUActivation) and module.act is functional.gelu:
+        return gelu
+    if isinstance(module, torch.nn.GELU) and module.approximate == "none":
+        return gelu
+    return module
+
+
+def _stacked(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        return torch.cat([linear.weight for linear in linears]), torch.cat([linear.bias for linear in linears])
+
+
+def _head(
+    model: torch.nn.Module, device: torch.device, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes logits ``[n, labels]`` of first tokens ``[n, width]``: copies of the model's own modules."""
+    if model is model.base_model:
+        return None
+    pooler = getattr(model.base_model, "pooler", None)
+    modules = [
+        copy.deepcopy(module).to(device, dtype).eval() for module in (pooler, model.classifier) if module is not None
+    ]
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]  # a sequence of one token each
+        for module in modules:
+            x = module(x)
+        return x
+
+    return logits

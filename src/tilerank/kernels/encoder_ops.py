@@ -1,0 +1,287 @@
+"""The library's parts of an encoder beside attention, for PyTorch tensors: embeddings, and linear layers with what
+follows them.
+
+Plain functions that queue a kernel on the current stream; each can be captured in a CUDA graph. They take what the
+library takes (``cuda/include/tilerank.h`` documents each field) and check shapes, dtypes and devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tilerank.kernels import library, registry, torch_ops
+
+_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of a linear layer as the library takes them: `plain`, `interleaved` or `split` make it."""
+
+    values: torch.Tensor
+    format: int  # library.FORMAT_...
+    columns: int  # outputs
+    depth: int  # inputs
+    dtype: torch.dtype  # of the layer
+    exponent: int = 0  # split: what was multiplied by 2^exponent
+
+
+def plain(weight: torch.Tensor) -> Weights:
+    """``weight`` ``[out, in]`` itself, as `torch.nn.Linear` keeps it."""
+    return Weights(weight, library.FORMAT_PLAIN, *weight.shape, weight.dtype)
+
+
+def interleaved(weight: torch.Tensor) -> Weights:
+    """A copy of ``weight`` ``[out, in]`` that lies as matrix products take it; both are multiples of 32."""
+    columns, depth = weight.shape
+    if depth % 32:
+        raise ValueError(f"weight has {depth} inputs; interleaving takes a multiple of 32")
+    # Factor 8 t + 4 s + 2 h + e goes to place 16 s + 8 h + 2 t + e.
+    factors = _interleaved(weight).view(columns, depth // 32, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    values = factors.reshape(columns, depth)
+    return Weights(values, library.FORMAT_INTERLEAVED, columns, depth, weight.dtype)
+
+
+def split(weight: torch.Tensor) -> Weights:
+    """``weight`` ``[out, in]`` in fp32 as the sum of two fp16 terms, after a power of two that brings its largest
+    element to 2^14: 22 bits of each element that is not much smaller. out is a multiple of 32, in of 16."""
+    columns, depth = weight.shape
+    if weight.dtype != torch.float32 or depth % 16:
+        raise ValueError(
+            f"weight is {weight.dtype} with {depth} inputs; splitting takes torch.float32, multiples of 16"
+        )
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError("weight holds values that are not finite")
+    exponent = 14 - math.frexp(largest)[1] + 1 if largest else 0
+    exponent = max(-126, min(126, exponent))
+    scaled = torch.ldexp(_interleaved(weight), torch.tensor(exponent, device=weight.device))
+    high = scaled.half()
+    terms = torch.stack([high, (scaled - high.float()).half()], dim=1)  # [out, 2, in]
+    # Factor 4 t + 2 h + e goes to place 8 h + 2 t + e.
+    terms = terms.view(columns, 2, depth // 16, 4, 2, 2).transpose(3, 4).reshape(columns, 2 * depth)
+    return Weights(terms.contiguous(), library.FORMAT_SPLIT, columns, depth, weight.dtype, exponent)
+
+
+def _interleaved(weight: torch.Tensor) -> torch.Tensor:
+    """Within each 32 rows, row 8 j + 2 t + e has the factors of output 8 t + 2 j + e."""
+    rows, depth = weight.shape
+    if rows % 32:
+        raise ValueError(f"weight has {rows} rows; interleaving takes a multiple of 32")
+    return weight.view(rows // 32, 4, 4, 2, depth).transpose(1, 2).reshape(rows, depth)
+
+
+def linear(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    *,
+    variant: str,
+    gelu: bool = False,
+    x_exponent: int = 0,
+    overlap: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, through GELU (by the error function) where ``gelu``: ``[rows, in]`` -> ``[rows, out]``.
+
+    x_exponent: with split weights x is multiplied by 2^x_exponent before it is split; nothing in it may then exceed
+    65,504. overlap: weights, bias, gamma and beta were complete before the work in front of this call on the stream,
+    and may be read while that ends. Raises `KernelError` for what the variant does not serve, ValueError for tensors
+    that do not fit.
+    """
+    return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, overlap, out)
+
+
+def linear_norm(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float,
+    *,
+    variant: str,
+    x_exponent: int = 0,
+    overlap: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``layer_norm(x @ weight.T + bias + residual)``; ``out`` may be ``residual`` itself. Otherwise as `linear`."""
+    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, False, x_exponent, overlap, out)
+
+
+def layernorm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float,
+    *,
+    variant: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``layer_norm(x + bias + residual)`` of rows ``[rows, width]``; ``out`` may be x or residual.
+
+    Raises as `linear` does.
+    """
+    rows, width = x.shape
+    out = x.new_empty(rows, width) if out is None else out
+    for name, tensor in (("x", x), ("residual", residual), ("out", out)):
+        if tensor is not None:
+            _check(name, tensor, x, (rows, width))
+    for name, tensor in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+        if tensor is not None:
+            _check(name, tensor, x, (width,), packed=True)
+    params = library.LayernormParams(
+        x=x.data_ptr(),
+        residual=_pointer(residual),
+        bias=_pointer(bias),
+        gamma=gamma.data_ptr(),
+        beta=beta.data_ptr(),
+        out=out.data_ptr(),
+        dtype=_dtype_code(x.dtype),
+        epsilon=epsilon,
+        rows=rows,
+        width=width,
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+    )
+    torch_ops._call(torch_ops._library().layernorm, registry.get(variant, "layernorm"), params, x.device)
+    return out
+
+
+def embedding(
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    type_ids: torch.Tensor | None,
+    words: torch.Tensor,
+    positions: torch.Tensor,
+    types: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    epsilon: float,
+    *,
+    variant: str,
+) -> torch.Tensor:
+    """``layer_norm(words[ids] + positions[places] + types[type_ids])``, ``[rows, width]``.
+
+    Indices are int32 ``[rows]``; those beyond a table are clamped to it. Raises as `linear` does.
+    """
+    if types is None:
+        type_ids = None
+    for name, indices in (("ids", ids), ("places", places), ("type_ids", type_ids)):
+        if indices is not None and (indices.dtype != torch.int32 or not indices.is_contiguous()):
+            raise ValueError(f"{name} is {indices.dtype}, strides {indices.stride()}; expected contiguous torch.int32")
+        if indices is not None and indices.shape != ids.shape:
+            raise ValueError(f"{name} has shape {tuple(indices.shape)} but ids has {tuple(ids.shape)}")
+    width = words.shape[1]
+    tables = {"words": words, "positions": positions, "types": types, "gamma": gamma, "beta": beta}
+    for name, table in tables.items():
+        if table is not None:
+            _check(name, table, words, (width,) if name in ("gamma", "beta") else (table.shape[0], width), packed=True)
+    out = words.new_empty(ids.shape[0], width)
+    params = library.EmbeddingParams(
+        ids=ids.data_ptr(),
+        places=places.data_ptr(),
+        type_ids=_pointer(type_ids),
+        words=words.data_ptr(),
+        positions=positions.data_ptr(),
+        types=_pointer(types),
+        gamma=gamma.data_ptr(),
+        beta=beta.data_ptr(),
+        out=out.data_ptr(),
+        dtype=_dtype_code(words.dtype),
+        epsilon=epsilon,
+        rows=ids.shape[0],
+        width=width,
+        word_count=words.shape[0],
+        position_count=positions.shape[0],
+        type_count=0 if types is None else types.shape[0],
+        out_stride=width,
+    )
+    torch_ops._call(torch_ops._library().embedding, registry.get(variant, "embedding"), params, words.device)
+    return out
+
+
+def _linear(
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    epsilon: float,
+    variant: str,
+    gelu: bool,
+    x_exponent: int,
+    overlap: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, columns = x.shape[0], weights.columns
+    like = weights.values.new_empty(0, dtype=weights.dtype)
+    out = x.new_empty(rows, columns) if out is None else out
+    _check("weight", weights.values, weights.values, tuple(weights.values.shape))
+    _check("x", x, like, (rows, weights.depth))
+    _check("out", out, like, (rows, columns))
+    if residual is not None:
+        _check("residual", residual, like, (rows, columns))
+    for name, vector in (("bias", bias), ("gamma", gamma), ("beta", beta)):
+        if vector is not None:
+            _check(name, vector, like, (columns,), packed=True)
+    params = library.LinearParams(
+        x=x.data_ptr(),
+        weight=weights.values.data_ptr(),
+        bias=_pointer(bias),
+        residual=_pointer(residual),
+        gamma=_pointer(gamma),
+        beta=_pointer(beta),
+        out=out.data_ptr(),
+        dtype=_dtype_code(weights.dtype),
+        activation=library.ACTIVATION_GELU if gelu else library.ACTIVATION_NONE,
+        weight_format=weights.format,
+        weight_exponent=weights.exponent,
+        x_exponent=x_exponent,
+        overlap=overlap,
+        epsilon=epsilon,
+        rows=rows,
+        columns=columns,
+        depth=weights.depth,
+        x_stride=x.stride(0),
+        weight_stride=weights.values.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+    )
+    torch_ops._call(torch_ops._library().linear, registry.get(variant, "linear"), params, x.device)
+    return out
+
+
+def _check(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], *, packed: bool = False
+) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {like.dtype} on {like.device}")
+    if not (tensor.is_contiguous() if packed else tensor.stride(-1) == 1 or tensor.shape[-1] == 1):
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; its {'memory' if packed else 'rows'} must be contiguous"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} requires a gradient; no variant is differentiable: use torch.inference_mode()"
+        )
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    if dtype not in _DTYPES:
+        raise ValueError(f"tensors are {dtype}; served: {', '.join(map(str, _DTYPES))}")
+    return library.DTYPE_CODES[_DTYPES[dtype]]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,237 @@
+"""The fused encoder on a device: its linear layers and embeddings against torch in float64, its scores against the
+unmodified model's, a score alone and among others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import WORDS
+from torch.nn import functional
+
+import tilerank
+from tilerank import Reranker
+from tilerank.bench.peers import HuggingFaceScorer
+from tilerank.encoder import PackedEncoder
+from tilerank.kernels import encoder_ops, registry
+from tilerank.precision import PRECISIONS
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+QUERY = "high risk of bone cancer"
+
+
+def draw(*shape: int, seed: int, dtype: str, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (spread * torch.randn(*shape, generator=generator, device="cuda")).to(DTYPES[dtype])
+
+
+def needs(operation: str, variant: str, dtype: str) -> None:
+    """Skip where the device does not run the variant."""
+    row = registry.get(variant, operation)
+    major, minor = torch.cuda.get_device_capability()
+    sm = 10 * major + minor
+    if dtype not in row.dtypes:
+        pytest.skip(f"{variant} does not serve {dtype}")
+    if sm < row.lowest_sm(dtype) or (row.max_sm is not None and sm > row.max_sm):
+        pytest.skip(f"{variant} does not run on sm {sm}")
+
+
+def guarded(rows: int, columns: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A result's memory, poisoned, and all of it with a row before and two behind."""
+    whole = torch.full((rows + 3, columns), float("nan"), device="cuda", dtype=DTYPES[dtype])
+    return whole[1 : rows + 1], whole
+
+
+def check(found: torch.Tensor, whole: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    assert torch.isfinite(found).all()
+    assert whole[0].isnan().all()
+    assert whole[found.shape[0] + 1 :].isnan().all()
+    limit = 2 * (theirs.double() - exact).abs().max() + 2.0**-20 * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth"),
+    [
+        (1, 384, 128),
+        (127, 1152, 384),
+        (128, 384, 128),
+        (129, 384, 256),
+        (300, 1536, 384),
+        (17000, 768, 384),
+        (17000, 1152, 384),
+        (40000, 384, 128),
+    ],
+)
+def test_linear_layers(dtype: str, gelu: bool, rows: int, columns: int, depth: int) -> None:
+    variant = "split_rows" if dtype == "fp32" else "resident_rows"
+    needs("linear", variant, dtype)
+    x, bias = draw(rows, depth, seed=1, dtype=dtype), draw(columns, seed=2, dtype=dtype)
+    weight = draw(columns, depth, seed=3, dtype=dtype, spread=depth**-0.5)
+    weights = encoder_ops.split(weight) if dtype == "fp32" else encoder_ops.interleaved(weight)
+    out, whole = guarded(rows, columns, dtype)
+    options = {"x_exponent": 6} if dtype == "fp32" else {}
+    found = encoder_ops.linear(x, weights, bias, variant=variant, gelu=gelu, out=out, **options)
+    theirs, exact = functional.linear(x, weight, bias), functional.linear(x.double(), weight.double(), bias.double())
+    if gelu:
+        theirs, exact = functional.gelu(theirs), functional.gelu(exact)
+    check(found, whole, theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("rows", "depth"), [(1, 64), (128, 384), (129, 1536), (300, 448), (17000, 384), (40000, 192)])
+def test_linear_layers_normalised(dtype: str, in_place: bool, rows: int, depth: int) -> None:
+    needs("linear", "row_layernorm", dtype)
+    x, bias = draw(rows, depth, seed=1, dtype=dtype), draw(384, seed=2, dtype=dtype)
+    weight = draw(384, depth, seed=3, dtype=dtype, spread=depth**-0.5)
+    gamma, beta = draw(384, seed=4, dtype=dtype), draw(384, seed=5, dtype=dtype)
+    residual = draw(rows, 384, seed=6, dtype=dtype)
+    total = functional.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    exact = functional.layer_norm(total, (384,), gamma.double(), beta.double(), 1e-12)
+    theirs = functional.layer_norm(functional.linear(x, weight, bias) + residual, (384,), gamma, beta, 1e-12)
+    out, whole = guarded(rows, 384, dtype)
+    if in_place:
+        out.copy_(residual)
+    ends = (bias, out if in_place else residual, gamma, beta, 1e-12)
+    found = encoder_ops.linear_norm(x, encoder_ops.interleaved(weight), *ends, variant="row_layernorm", out=out)
+    check(found, whole, theirs, exact)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_chain_of_layers_that_overlap(dtype: str) -> None:
+    """Each begins while the one before ends, and overwrites what that one reads."""
+    needs("linear", "split_rows" if dtype == "fp32" else "row_layernorm", dtype)
+    rows, make = 20000, encoder_ops.split if dtype == "fp32" else encoder_ops.interleaved
+    up, down = make(draw(1536, 384, seed=1, dtype=dtype, spread=0.05)), make(draw(384, 1536, seed=2, dtype=dtype))
+    biases = draw(1536, seed=3, dtype=dtype), draw(384, seed=4, dtype=dtype)
+    gamma, beta = draw(384, seed=5, dtype=dtype), draw(384, seed=6, dtype=dtype)
+    start = draw(rows, 384, seed=7, dtype=dtype)
+
+    def chain(overlap: bool) -> torch.Tensor:
+        x, wide = start.clone(), draw(rows, 1536, seed=8, dtype=dtype)
+        for _ in range(12):
+            if dtype == "fp32":
+                options = {"variant": "split_rows", "x_exponent": 4, "overlap": overlap}
+                encoder_ops.linear(x, up, biases[0], gelu=True, out=wide, **options)
+                encoder_ops.linear(wide, down, biases[1], out=x, **options)
+                x = functional.layer_norm(x, (384,))
+            else:
+                encoder_ops.linear(x, up, biases[0], variant="resident_rows", gelu=True, overlap=overlap, out=wide)
+                ends = (biases[1], x, gamma, beta, 1e-12)
+                encoder_ops.linear_norm(wide, down, *ends, variant="row_layernorm", overlap=overlap, out=x)
+        return x
+
+    expected = chain(overlap=False)
+    assert torch.isfinite(expected).all()
+    for _ in range(5):
+        torch.testing.assert_close(chain(overlap=True), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 33, 384, 2056])
+def test_embeddings(dtype: str, width: int) -> None:
+    words, places, types = (draw(count, width, seed=count, dtype=dtype) for count in (999, 512, 2))
+    gamma, beta = draw(width, seed=4, dtype=dtype), draw(width, seed=5, dtype=dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids, at, kinds = (
+        torch.randint(0, count, (3001,), generator=generator, device="cuda").int() for count in (999, 512, 2)
+    )
+    found = encoder_ops.embedding(ids, at, kinds, words, places, types, gamma, beta, 1e-12, variant="warp_rows")
+    total = words.double()[ids] + places.double()[at] + types.double()[kinds]
+    exact = functional.layer_norm(total, (width,), gamma.double(), beta.double(), 1e-12)
+    theirs = functional.layer_norm(words[ids] + places[at] + types[kinds], (width,), gamma, beta, 1e-12)
+    limit = 2 * (theirs.double() - exact).abs().max() + 2.0**-20 * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= limit
+
+
+def passages(count: int, longest: int = 400) -> list[str]:
+    drawn = random.Random(0)
+    return [" ".join(drawn.choices(WORDS, k=drawn.randint(1, longest))) for _ in range(count)]
+
+
+def encoder_of(ours: Reranker) -> PackedEncoder:
+    assert isinstance(ours.encoder, PackedEncoder)
+    assert ours.encoder.fused is not None
+    return ours.encoder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_scores_are_the_unmodified_models(cross_encoder_dir: Path, precision: str) -> None:
+    ours = Reranker(cross_encoder_dir, device="cuda", precision=precision, host_path="fused")
+    texts = passages(70)
+    exact, unmodified = (
+        HuggingFaceScorer(cross_encoder_dir, "cross-encoder", dtype, "cuda", 512, batch_size=16).score(QUERY, texts)
+        for dtype in ("fp64", precision)
+    )
+    own = np.abs(unmodified - exact).max()
+    for batch_size in (None, 9):
+        found = ours.score([(QUERY, text) for text in texts], batch_size).logits
+        assert np.abs(found - exact).max() <= 2 * own + 1e-5, encoder_of(ours).fused.parts.used
+    if precision == "fp32":
+        assert np.abs(found - unmodified).max() <= 1e-4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_score_does_not_depend_on_its_neighbours(cross_encoder_dir: Path, precision: str) -> None:
+    """Kernels of this project give a row the same bits wherever it is. What is left are torch's products over the first
+    tokens, whose order of summing may follow their number: as much as the same model's padded scores move."""
+    texts = passages(40)
+    pairs = [(QUERY, text) for text in texts]
+    ours = Reranker(cross_encoder_dir, device="cuda", precision=precision, host_path="fused")
+    together = ours.score(pairs).logits
+    order = list(range(40))
+    random.Random(1).shuffle(order)
+    largest = {"fp32": 2e-5, "fp16": 2e-2, "bf16": 1.5e-1}[precision]
+    shuffled = ours.score([pairs[index] for index in order]).logits
+    assert np.abs(shuffled - together[order]).max() <= largest
+    alone = np.array([ours.score([pair]).logits[0] for pair in pairs[:10]])
+    assert np.abs(alone - together[:10]).max() <= largest
+    np.testing.assert_array_equal(ours.score(pairs).logits, together)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_hidden_states_are_bitwise_the_same_in_any_company(cross_encoder_dir: Path, precision: str) -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(cross_encoder_dir, dtype=DTYPES[precision]).eval().cuda()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, 20000, (24, 300), generator=generator).cuda()
+    lengths = torch.randint(1, 301, (24,), generator=generator).cuda()
+    mask = (torch.arange(300, device="cuda") < lengths[:, None]).long()
+    with torch.inference_mode():
+        plain, captured = (tilerank.accelerate(model, graphs=graphs) for graphs in (False, True))
+        together = plain(ids, mask).last_hidden_state
+        torch.testing.assert_close(captured(ids, mask).last_hidden_state, together, atol=0, rtol=0)
+        order = torch.randperm(24, generator=generator)
+        shuffled = captured(ids[order], mask[order]).last_hidden_state
+        torch.testing.assert_close(shuffled, together[order], atol=0, rtol=0)
+        alone = plain(ids[3:4], mask[3:4]).last_hidden_state
+        torch.testing.assert_close(alone, together[3:4], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_accelerate(cross_encoder_dir: Path, precision: str) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    dtype = PRECISIONS[precision]
+    model = AutoModelForSequenceClassification.from_pretrained(cross_encoder_dir, dtype=dtype).eval().cuda()
+    tokenizer = AutoTokenizer.from_pretrained(cross_encoder_dir)
+    inputs = tokenizer([QUERY] * 20, passages(20), padding=True, truncation=True, return_tensors="pt").to("cuda")
+    fast = tilerank.accelerate(model, precision=precision)
+    with torch.inference_mode():
+        theirs, ours = model(**inputs).logits, fast(**inputs).logits
+        exact = model.double()(**inputs).logits
+    assert ours.dtype == dtype
+    own = (theirs.double() - exact).abs().max()
+    if precision == "tf32":
+        own = max(own, torch.tensor(1e-2))  # the model itself ran in fp32
+    assert (ours.double() - exact).abs().max() <= 2 * own + 1e-5

@@ -1,0 +1,199 @@
+"""Linear layers and embeddings: what they mean, by the reference and torch in float64; the host build; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tilerank.kernels import build, encoder_ops, library, registry, torch_ops
+from tilerank.kernels.library import KernelError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Half a unit in the last place, relative: a reference rounds once, from double."""
+
+HOST_ROWS = [row for row in registry.rows_of("embedding") if row.device == "cuda" and row.host_exempt is None]
+
+
+def draw(*shape: int, seed: int, dtype: str = "fp32", spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(*shape, generator=generator)).to(DTYPES[dtype])
+
+
+@pytest.fixture(params=["cpu", "host"])
+def library_of(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The operators run this build."""
+    with pytest.MonkeyPatch.context() as patch:
+        built = library.load(build.Target(request.param))
+        patch.setattr(torch_ops, "_library", lambda: built)
+        yield request.param
+
+
+@pytest.fixture
+def cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        built = library.load(build.Target("cpu"))
+        patch.setattr(torch_ops, "_library", lambda: built)
+        yield
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
+    error = (found.double() - expected).abs()
+    assert torch.isfinite(found).all()
+    assert (error <= ROUNDING[dtype] * expected.abs() * (1 + 1e-9) + 2.0**-25).all(), float(error.max())
+
+
+# ---- The reference ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_layer(cpu: None, dtype: str, gelu: bool, with_bias: bool) -> None:
+    x, weight = draw(5, 24, seed=1, dtype=dtype), draw(7, 24, seed=2, dtype=dtype)
+    bias = draw(7, seed=3, dtype=dtype) if with_bias else None
+    found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, variant="reference", gelu=gelu)
+    expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_close(found, functional.gelu(expected) if gelu else expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_linear_layer_normalised(cpu: None, dtype: str, with_residual: bool) -> None:
+    x, weight, bias = draw(5, 96, seed=1, dtype=dtype), draw(64, 96, seed=2, dtype=dtype), draw(64, seed=3, dtype=dtype)
+    gamma, beta = draw(64, seed=4, dtype=dtype), draw(64, seed=5, dtype=dtype)
+    residual = draw(5, 64, seed=6, dtype=dtype) if with_residual else None
+    total = functional.linear(x.double(), weight.double(), bias.double())
+    total = total if residual is None else total + residual.double()
+    expected = functional.layer_norm(total, (64,), gamma.double(), beta.double(), 1e-5)
+    arguments = (bias, residual, gamma, beta, 1e-5)
+    assert_close(
+        encoder_ops.linear_norm(x, encoder_ops.plain(weight), *arguments, variant="reference"), expected, dtype
+    )
+    rows = encoder_ops.interleaved(weight)
+    assert not torch.equal(rows.values, weight)
+    found = encoder_ops.linear_norm(x, rows, *arguments, variant="reference", out=residual)
+    assert_close(found, expected, dtype)
+    assert with_residual == (found is residual)
+
+
+def test_interleaved_rows_put_eight_neighbours_into_one_thread() -> None:
+    numbers = torch.arange(64)[:, None] * 64 + torch.arange(64)
+    order = encoder_ops.interleaved(numbers).values.view(2, 4, 4, 2, 2, 2, 2, 4, 2)
+    outputs = order[1, :, :, :, 0, 0, 0, 0, 0] // 64  # block, thread, element
+    inputs = order[0, 0, 0, 0, 1] % 64  # step, half, thread, element
+    for thread in range(4):
+        assert outputs[:, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
+        assert inputs[:, :, thread].flatten().tolist() == list(range(32 + 8 * thread, 40 + 8 * thread))
+    with pytest.raises(ValueError, match="weight has 40 inputs; interleaving takes a multiple of 32"):
+        encoder_ops.interleaved(torch.zeros(32, 40))
+    with pytest.raises(ValueError, match="weight has 40 rows; interleaving takes a multiple of 32"):
+        encoder_ops.interleaved(torch.zeros(40, 32))
+
+
+@pytest.mark.parametrize("spread", [1e-4, 0.05, 300.0])
+def test_split_weights_keep_22_bits(cpu: None, spread: float) -> None:
+    x, weight = draw(5, 48, seed=1), draw(32, 48, seed=2, spread=spread)
+    weights = encoder_ops.split(weight)
+    assert weights.values.dtype == torch.float16
+    assert 2.0**14 <= float(weights.values[:, :48].abs().max()) <= 2.0**15
+    found = encoder_ops.linear(x, weights, None, variant="reference", x_exponent=4)
+    expected = functional.linear(x.double(), weight.double())
+    sizes = functional.linear(x.double().abs(), weight.double().abs())
+    assert ((found.double() - expected).abs() <= 2.0**-22 * sizes + 2.0**-23 * expected.abs() + 1e-9 * spread).all()
+    rounded = functional.linear(x.double(), weight.half().double())
+    assert (rounded - expected).abs().max() > 100 * (found.double() - expected).abs().max()
+    with pytest.raises(ValueError, match="weight holds values that are not finite"):
+        encoder_ops.split(weight / 0)
+    with pytest.raises(ValueError, match=r"weight is torch\.float16 with 48 inputs"):
+        encoder_ops.split(weight.half())
+
+
+def test_strided_rows_are_served_in_place(cpu: None) -> None:
+    wide = draw(6, 50, seed=1)
+    out = torch.full((6, 20), 7.0)
+    weight = draw(9, 40, seed=2)[:, ::1][:, :32]
+    found = encoder_ops.linear(wide[:, 3:35], encoder_ops.plain(weight), None, variant="reference", out=out[:, 4:13])
+    assert_close(found, functional.linear(wide[:, 3:35].double(), weight.double()), "fp32")
+    assert (out[:, :4] == 7).all()
+    assert (out[:, 13:] == 7).all()
+
+
+# ---- Embeddings: the reference, and the kernel on the host build ----
+
+
+def variants(built: str) -> list[str]:
+    return ["reference"] if built == "cpu" else [row.name for row in HOST_ROWS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 33, 128, 384, 520, 2056])
+@pytest.mark.parametrize("with_types", [False, True])
+def test_embeddings(library_of: str, dtype: str, width: int, with_types: bool) -> None:
+    words, positions = draw(11, width, seed=1, dtype=dtype), draw(6, width, seed=2, dtype=dtype)
+    types = draw(2, width, seed=3, dtype=dtype) if with_types else None
+    gamma, beta = draw(width, seed=4, dtype=dtype), draw(width, seed=5, dtype=dtype)
+    ids = torch.tensor([0, 10, 3, 3, 99, -5, 7], dtype=torch.int32)  # two beyond the table: the nearest rows
+    places = torch.tensor([0, 5, 1, 2, 6, -1, 3], dtype=torch.int32)
+    kinds = torch.tensor([0, 1, 0, 1, 2, -1, 1], dtype=torch.int32)
+    total = words.double()[ids.clamp(0, 10).long()] + positions.double()[places.clamp(0, 5).long()]
+    if types is not None:
+        total = total + types.double()[kinds.clamp(0, 1).long()]
+    expected = functional.layer_norm(total, (width,), gamma.double(), beta.double(), 1e-12)
+    for variant in variants(library_of):
+        found = encoder_ops.embedding(ids, places, kinds, words, positions, types, gamma, beta, 1e-12, variant=variant)
+        if variant == "reference":
+            assert_close(found, expected, dtype)
+        else:  # sums in fp32
+            error = (found.double() - expected).abs()
+            assert (error <= (ROUNDING[dtype] + 2.0**-20) * expected.abs() + 2.0**-19).all(), float(error.max())
+
+
+# ---- Refusals ----
+
+
+def test_what_does_not_fit_is_refused(cpu: None) -> None:
+    x, weight = draw(5, 24, seed=1), draw(7, 24, seed=2)
+    weights = encoder_ops.plain(weight)
+    with pytest.raises(ValueError, match=r"x has shape \(5, 24\); expected \(5, 23\)"):
+        encoder_ops.linear(x, encoder_ops.plain(weight[:, :23]), None, variant="reference")
+    with pytest.raises(ValueError, match=r"bias is torch\.float16 on cpu; expected torch\.float32"):
+        encoder_ops.linear(x, weights, draw(7, seed=1, dtype="fp16"), variant="reference")
+    with pytest.raises(ValueError, match="its rows must be contiguous"):
+        encoder_ops.linear(draw(24, 5, seed=1).t(), weights, None, variant="reference")
+    with pytest.raises(KernelError, match="columns is 7; unless weights are plain it must be a multiple of 32"):
+        encoder_ops.linear(x, replace(weights, format=library.FORMAT_INTERLEAVED), None, variant="reference")
+    with pytest.raises(KernelError, match=r"x_exponent is 3; allowed here: -0 to 0"):
+        encoder_ops.linear(x, weights, None, variant="reference", x_exponent=3)
+    with pytest.raises(KernelError, match="out_stride is 0; rows of out must not overlap: at least columns, 7"):
+        encoder_ops.linear(x, weights, None, variant="reference", out=torch.zeros(7).expand(5, 7))
+    with pytest.raises(NotImplementedError, match="x requires a gradient"):
+        encoder_ops.linear(x.clone().requires_grad_(), weights, None, variant="reference")
+    with pytest.raises(ValueError, match="no linear variant is called 'quick'; there are: reference"):
+        encoder_ops.linear(x, weights, None, variant="quick")
+    ids = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"ids is torch\.int64"):
+        encoder_ops.embedding(ids, ids, None, x, x, None, x[0], x[0], 0.0, variant="reference")
+
+
+def test_an_epsilon_and_halves_of_a_normalisation_are_checked(cpu: None) -> None:
+    built = torch_ops._library()
+    values = torch.zeros(64)
+    params = library.LinearParams(
+        x=values.data_ptr(), weight=values.data_ptr(), out=values.data_ptr(), rows=1, columns=2, depth=4, epsilon=-1.0
+    )
+    with pytest.raises(KernelError, match="epsilon is -1; it must be finite"):
+        built.linear("reference", params)
+    params.epsilon, params.residual = 0.0, values.data_ptr()
+    with pytest.raises(KernelError, match="residual or beta is given without gamma"):
+        built.linear("reference", params)
+    params.residual, params.activation = None, 2
+    with pytest.raises(KernelError, match=r"activation is 2; allowed: 0 \(none\), 1 \(gelu\)"):
+        built.linear("reference", params)
+    params.activation, params.gamma = 1, values.data_ptr()
+    with pytest.raises(KernelError, match="activation is 1 where gamma is given"):
+        built.linear("reference", params)

@@ -1,0 +1,44 @@
+"""Which part of a forward pass a kernel belongs to, and what a part takes at least."""
+
+import pytest
+
+from tilerank.bench.floors import Rates
+from tilerank.bench.forward_parts import ATTENTION, DOWN, EMBEDDINGS, LAST, OUT, PARTS, QKV, UP, Sizes, floors, label
+from tilerank.bench.workloads import seed_workload
+from tilerank.errors import TilerankError
+
+RATES = Rates(hbm_bytes=4e12, exps=3.7e12, fp32_fmas=3e13, fp16_fmas=4e14, how={})
+
+
+@pytest.mark.parametrize(
+    "rest", [(OUT, UP, DOWN, QKV), (OUT, OUT, UP, DOWN, DOWN, QKV), (OUT, OUT, UP, UP, DOWN, DOWN, QKV)]
+)
+def test_kernels_by_their_order(rest: tuple[str, ...]) -> None:
+    layer = ("att::kernel", *rest)
+    last = (*rest[:-1], "kv", "gather", "q", "arange")
+    kernels = ["words", "gemm", *layer, *layer, "att::kernel", *last, "att::kernel", "gemm", "tanh", "gemm"]
+    found = label(kernels, "att::")
+    assert found[:2] == (EMBEDDINGS, QKV)
+    assert found[2 : 2 + 2 * len(layer)] == (ATTENTION, *rest) * 2
+    tail = found[2 + 2 * len(layer) :]
+    assert tail == (ATTENTION, *rest[:-1], *[LAST] * 8)
+    assert len(found) == len(kernels)
+
+
+def test_another_order_is_refused() -> None:
+    with pytest.raises(TilerankError, match="1 kernels are called 'att'"):
+        label(["gemm", "att", "gemm"], "att")
+    with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 4, 6, 7"):
+        label(["gemm", "att", *"abc", "att", *"abcd", "att"], "att")
+
+
+def test_floors() -> None:
+    sizes = Sizes(layers=6, width=384, wide=1536)
+    half, full = (floors(seed_workload(), sizes, precision, RATES) for precision in ("fp16", "fp32"))
+    assert tuple(half) == PARTS
+    # 16,830 tokens, 384 x 1,536 factors, 16 bit.
+    assert half[UP] == pytest.approx(5 * max(16830 * 384 * 1536 / 4e14, 2 * (16830 * 1920 + 384 * 1536) / 4e12))
+    assert half[OUT] == pytest.approx(5 * 2 * (16830 * 3 * 384 + 384**2) / 4e12), "bound by bytes"
+    assert half[EMBEDDINGS] == pytest.approx(4 * 16830 * 384 / 4e12)
+    for part in PARTS:
+        assert 1.7 <= full[part] / half[part] <= 4.1, f"{part}: twice the bytes, up to three times the products"
