@@ -1,5 +1,5 @@
-// Split TF32: two_launches for fp32. Each product is three of TF32 terms on the matrix unit (high times high, high times
-// low both ways), which keeps 21 bits of each factor whatever its size: no scaling, and no range to leave.
+// Split TF32: two_launches for fp32. Each product is three of TF32 terms on the matrix unit (high times high, high
+// times low both ways), which keeps 21 bits of each factor whatever its size: no scaling, and no range to leave.
 // Prediction: at 4 x 1024 tokens of width 1024, 1,000 us beside 1,350 us unfused (700 of them products in FFMA at 50
 //   TFLOP/s, 530 attention): three TF32 products reach 118 TFLOP/s at most, and half of that here.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
@@ -207,7 +207,8 @@ template <int D>
 constexpr int kBlocksAMultiprocessor = D <= 64 ? 3 : 2;
 
 template <int D, bool kInOut>
-__global__ void __launch_bounds__(kThreads, kBlocksAMultiprocessor<D>) attend_and_project(BlockPlan plan, float factor) {
+__global__ void __launch_bounds__(kThreads, kBlocksAMultiprocessor<D>)
+    attend_and_project(BlockPlan plan, float factor) {
     DynamicShared memory;
     auto* tiles = memory.take<Memory<D, kInOut>>(1);
     SHARED(uint32_t, number_slot, [1]);

@@ -186,8 +186,8 @@ constexpr int kHeldRows = sizeof(Element) == 2 ? 4 : 2;
 // Scales of `rows` rows, of which row_at(i) is the i-th, by `warps` warps of which this is number `warp`; lane 0 calls
 // use(i, scale).
 template <typename Element, typename RowAt, typename Use>
-__device__ __forceinline__ void scales_of_rows(const RowAt& row_at, int rows, int64_t width, float epsilon, bool aligned,
-                                               int warp, int warps, int lane, const Use& use) {
+__device__ __forceinline__ void scales_of_rows(const RowAt& row_at, int rows, int64_t width, float epsilon,
+                                               bool aligned, int warp, int warps, int lane, const Use& use) {
     if (!is_held<Element>(width, aligned)) {
         for (int row = warp; row < rows; row += warps) {
             const RowScale scale = scale_of_row<Element>(row_at(row), width, epsilon, aligned, lane);

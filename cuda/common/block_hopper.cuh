@@ -114,7 +114,8 @@ struct ProjectTiles {
 
 // Scales of the kProjectRows rows from first_row on, by kWarps warps.
 template <typename Element, int kWarps>
-__device__ __forceinline__ void find_scales(const BlockPlan& plan, RowScale* scales, int first_row, int warp, int lane) {
+__device__ __forceinline__ void find_scales(const BlockPlan& plan, RowScale* scales, int first_row, int warp,
+                                            int lane) {
     const BlockArgs& args = plan.args;
     const Element* x = static_cast<const Element*>(args.x);
     const int last_row = static_cast<int>(plan.rows) - 1;
@@ -152,7 +153,8 @@ __device__ __forceinline__ void fill_project(const BlockPlan& plan, const Maps& 
 // By kNormalizeWarps warps: normalises the rows that have arrived, where they lie.
 template <typename Element, int kColumns>
 __device__ __forceinline__ void normalize_left(const BlockPlan& plan, const ProjectTiles& tiles, unsigned char* ring,
-                                               uint64_t* arrived, uint64_t* full, RowScale* scales, int warp, int lane) {
+                                               uint64_t* arrived, uint64_t* full, RowScale* scales, int warp,
+                                               int lane) {
     using S = ProjectShape<kColumns>;
     constexpr int kWarpRows = kWarpSize / (kDepth / 8);  // that a warp normalises at once, a part of 8 columns a lane
     constexpr int kOwnBarrier = 1;
@@ -360,8 +362,8 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
 
 // ---- Launch 2: the output projection ----
 
-// The projection's tiles. kMany: each group has a unit of its own and the same kColumns columns; else all groups have the
-// same unit and kColumns columns each: more tiles, for calls that have few units.
+// The projection's tiles. kMany: each group has a unit of its own and the same kColumns columns; else all groups have
+// the same unit and kColumns columns each: more tiles, for calls that have few units.
 template <int kGroups, bool kMany>
 struct OutShape {
     static constexpr int kUnits = kMany ? kGroups : 1;
@@ -523,8 +525,8 @@ inline tilerank_status launched(const char* name, int error) {
     return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the launch was refused: %s", name, launch_error_text(error));
 }
 
-// Which tiles a call's products have: wide ones cost less memory traffic, narrow ones leave fewer multiprocessors without;
-// whichever ends first, by what a round of tiles takes.
+// Which tiles a call's products have: wide ones cost less memory traffic, narrow ones leave fewer multiprocessors
+// without; whichever ends first, by what a round of tiles takes.
 struct Choice {
     bool wide_project;
     bool many;
@@ -554,7 +556,8 @@ tilerank_status describe(const char* name, const BlockPlan& plan, const Choice& 
                       : describe_matrix(map, args.dtype, base, outputs, inputs, stride, columns);
     };
     const int columns = choice.wide_project ? 256 : 128;
-    const int out_columns = choice.many ? OutShape<kGroups, true>::kTileColumns : OutShape<kGroups, false>::kTileColumns;
+    const int out_columns =
+        choice.many ? OutShape<kGroups, true>::kTileColumns : OutShape<kGroups, false>::kTileColumns;
     // Rows of all sequences are equally far from each other: check_call has seen to it.
     if (describe_matrix(&maps->x, args.dtype, args.x, plan.rows, args.width, args.x_strides[1], kProjectRows) &&
         describe_weights(&maps->weights[0], args.wq, plan.columns, args.width, args.wq_stride, columns) &&
@@ -592,19 +595,20 @@ tilerank_status launch_project(const char* name, const BlockPlan& plan, const Ch
 inline tilerank_status check_call(const char* name, const BlockPlan& plan) {
     if (!plan.aligned_x || !plan.aligned_weights || plan.args.width % 8 != 0 || plan.columns % 8 != 0) {
         return refuse(TILERANK_UNSUPPORTED,
-                      "variant %s: a row of x, residual, out, gamma, beta or a weight does not begin at a multiple of 16 "
-                      "bytes; it serves: those that do",
+                      "variant %s: a row of x, residual, out, gamma, beta or a weight does not begin at a multiple of "
+                      "16 bytes; it serves: those that do",
                       name);
     }
     if (plan.args.batch > 1 && plan.args.x_strides[0] != plan.args.tokens * plan.args.x_strides[1]) {
         return refuse(TILERANK_UNSUPPORTED,
-                      "variant %s: x_strides is {%lld, %lld} with %lld tokens; it serves: rows equally far from each other",
+                      "variant %s: x_strides is {%lld, %lld} with %lld tokens; it serves: rows equally far from each "
+                      "other",
                       name, static_cast<long long>(plan.args.x_strides[0]),
                       static_cast<long long>(plan.args.x_strides[1]), static_cast<long long>(plan.args.tokens));
     }
     if (plan.args.x_strides[1] < plan.args.width && plan.rows > 1) {
-        return refuse(TILERANK_UNSUPPORTED, "variant %s: x_strides[1] is %lld; it serves: the width, %lld, or more", name,
-                      static_cast<long long>(plan.args.x_strides[1]), static_cast<long long>(plan.args.width));
+        return refuse(TILERANK_UNSUPPORTED, "variant %s: x_strides[1] is %lld; it serves: the width, %lld, or more",
+                      name, static_cast<long long>(plan.args.x_strides[1]), static_cast<long long>(plan.args.width));
     }
     constexpr int64_t kMostRows = 1 << 30;  // of a 32-bit position
     if (plan.rows > kMostRows || plan.args.width > kMostRows || plan.columns > kMostRows) {

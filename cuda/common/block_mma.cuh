@@ -77,7 +77,9 @@ __device__ __forceinline__ void project_tile(const BlockPlan& plan, GemmStage<El
         }
     };
 
-    const auto of_matrix = [&](auto of_q, auto of_k, auto of_v) { return matrix == 0 ? of_q : matrix == 1 ? of_k : of_v; };
+    const auto of_matrix = [&](auto of_q, auto of_k, auto of_v) {
+        return matrix == 0 ? of_q : matrix == 1 ? of_k : of_v;
+    };
     const WeightView<Element> weights = {static_cast<const Element*>(of_matrix(args.wq, args.wk, args.wv)),
                                          of_matrix(args.wq_stride, args.wk_stride, args.wv_stride), plan.columns,
                                          args.width, plan.aligned_weights};
