@@ -24,7 +24,7 @@ from tilerank.kernels.torch_block import fused_attention
 LENGTHS = (128, 512)
 BATCH = 8
 PRECISION = "fp16"
-ROUNDS = 15
+ROUNDS = 11
 WARMUP = 3
 OURS, OURS_IN_GRAPH = "tilerank", "tilerank in a graph"
 EAGER = "eager"

@@ -31,10 +31,13 @@ from tilerank.config import TimingSettings
 from tilerank.kernels import build, library, registry
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+FEWER_LENGTHS = (128, 512, 4096)
+"""Of the precisions beside fp16 in a record, which takes less than a minute so."""
+
 RECORD_LENGTH = 512
 """Whose figures stand as ``block.<precision>``: the most that BERT takes."""
 
-MAX_ROUNDS = 15
+MAX_ROUNDS = 11
 """Rounds a length: the longest take milliseconds in fp32."""
 
 UNFUSED = "unfused"
@@ -200,12 +203,13 @@ def check_precision(precision: str, shapes: Sequence[Shape] = CHECK_SHAPES) -> d
 
 
 def time_precision(
-    precision: str, settings: TimingSettings, lengths: Sequence[int] = LENGTHS
+    precision: str, settings: TimingSettings, lengths: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Length -> its record, on this machine's GPU."""
-    return {
-        tokens: time_shape(Shape(tokens), precision, settings, min(settings.rounds, MAX_ROUNDS)) for tokens in lengths
-    }
+    """Length -> its record, on this machine's GPU. lengths: all of them for fp16 and some for others, unless given."""
+    if lengths is None:
+        lengths = LENGTHS if precision == "fp16" else FEWER_LENGTHS
+    rounds = min(settings.rounds, MAX_ROUNDS)
+    return {tokens: time_shape(Shape(tokens), precision, settings, rounds) for tokens in lengths}
 
 
 def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: int) -> dict[str, Any]:
