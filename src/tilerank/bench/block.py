@@ -134,16 +134,26 @@ def _exact(shape: Shape, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 # --- ours ------------------------------------------------------------------------------------------------------
 
 
-def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
-    """The row that ``auto`` takes for this call on this machine."""
+def _request(shape: Shape, precision: str, device: str) -> registry.Request:
     sm = 0
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor
     masks = frozenset({"causal"} if shape.causal else ())
     width = math.gcd(shape.width, shape.heads * shape.head_dim)
-    request = registry.Request(device, sm, precision, shape.head_dim, "padded", shape.tokens, masks, width)
-    return registry.select(request, registry.rows_of("block")).row
+    return registry.Request(device, sm, precision, shape.head_dim, "padded", shape.tokens, masks, width)
+
+
+def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
+    """The row that ``auto`` takes for this call on this machine."""
+    return registry.select(_request(shape, precision, device), registry.rows_of("block")).row
+
+
+def passed_over(shape: Shape, precision: str, device: str) -> tuple[registry.Row, ...]:
+    """The other rows that serve this call on this machine, in ladder order."""
+    request, first = _request(shape, precision, device), chosen(shape, precision, device)
+    rows = registry.rows_of("block")
+    return tuple(row for row in rows if row != first and registry.refusal(row, request) is None)
 
 
 def block_call(lib: library.Library, row: registry.Row, inputs: Inputs) -> tuple[Callable[[], torch.Tensor], Any]:
@@ -223,12 +233,14 @@ def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: i
         plain = _unfused_call(inputs)
         plain()
         unfused_launches = len(timing.launches(plain).kernels)
+        others = passed_over(shape, precision, "cuda")
         cases = [
             Case(row.name, run, inputs.error, inputs.tolerance(OURS_FACTOR), lambda: out.fill_(math.nan)),
+            *(_row_case(other, inputs) for other in others),
             Case(UNFUSED, plain, inputs.error, inputs.tolerance(PEER_FACTOR)),
             *(Case(name, peer, inputs.error, inputs.tolerance(PEER_FACTOR)) for name, peer in _backends(inputs)),
         ]
-        ours, *peers = measure(
+        ours, *rest = measure(
             cases,
             EventClock(settings.flush_mb),
             warmup=settings.warmup,
@@ -239,7 +251,26 @@ def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: i
     record["unfused_max_abs_error"] = inputs.unfused_error
     if faults:
         return {**record, "failure": f"the timed closure {'; '.join(faults)}"}
-    return record | shape_record(ours, peers)
+    by_row = {each.name: 1e6 * each.spread.median for each in rest[: len(others)] if each.spread is not None}
+    return record | shape_record(ours, rest[len(others) :]) | ({"other_rows_us": by_row} if by_row else {})
+
+
+def _row_case(row: registry.Row, inputs: Inputs) -> Case:
+    run, out = block_call(library.load(), row, inputs)
+    return Case(row.name, run, inputs.error, inputs.tolerance(OURS_FACTOR), lambda: out.fill_(math.nan))
+
+
+def rows_record(lengths: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """``block_rows.<precision>``: variant -> microseconds at each length that it was timed at, ``auto``'s choice and
+    those it passed over, from the records of `time_precision`."""
+    rows: dict[str, dict[str, float]] = {}
+    for tokens, record in lengths.items():
+        timed = dict(record.get("other_rows_us", {}))
+        if "us" in record:
+            timed[record["variant"]] = record["us"]
+        for name, us in timed.items():
+            rows.setdefault(name, {})[f"tokens_{tokens}_us"] = us
+    return rows
 
 
 def kernel_pattern(row: registry.Row) -> str:
