@@ -47,6 +47,9 @@ NORM = "vectorized"
 OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
 """Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
 
+OVERLAP = True
+"""Whether those kernels begin while the one before them ends; the weights here are complete long before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -216,7 +219,7 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         has_end = activation in (None, gelu)
-        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": True}
+        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": OVERLAP}
         has_end = has_end and self._multiplies(name)
         if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
@@ -245,7 +248,7 @@ class KernelParts(TorchParts):
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                options = {"variant": "row_layernorm", "overlap": True, "out": residual}
+                options = {"variant": "row_layernorm", "overlap": OVERLAP, "out": residual}
                 return encoder_ops.linear_norm(x, weights, *ends, **options)
 
             return in_one
@@ -253,7 +256,7 @@ class KernelParts(TorchParts):
             return super().linear_norm(name, weight, bias, norm, bound)
         if own and self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
-            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": True}
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": OVERLAP}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
             self.used[name] = f"split_rows, {NORM}"
         else:
