@@ -1,5 +1,5 @@
-// Split TF32: two_launches for fp32. Each product is three of TF32 terms on the matrix unit (high times high, high times
-// low both ways), which keeps 21 bits of each factor whatever its size: no scaling, and no range to leave.
+// Split TF32: two_launches for fp32. Each product is three of TF32 terms on the matrix unit (high times high, high
+// times low both ways), which keeps 21 bits of each factor whatever its size: no scaling, and no range to leave.
 // Prediction: at 4 x 1024 tokens of width 1024, 1,000 us beside 1,350 us unfused (700 of them products in FFMA at 50
 //   TFLOP/s, 530 attention): three TF32 products reach 118 TFLOP/s at most, and half of that here.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
@@ -19,10 +19,19 @@ constexpr int kStages = 2;
 template <int D>
 constexpr int kPitch = D + 4;  // rows fall into different banks, also every second one
 
+// Queries are split once and kept in shared memory, a lane's four terms side by side, where there is room for them (a
+// block has 99 KB on sm_86); else they stay in registers and are split at each use.
+template <int D>
+constexpr bool kKeepsQueries = D <= 80;
+template <int D>
+constexpr int kKeptQueries = kKeepsQueries<D> ? D / 8 : 1;
+
 template <int D>
 struct KeyStages {
     float k[kStages][kTileKeys][kPitch<D>];
     float v[kStages][kTileKeys][kPitch<D>];
+    uint32_t high[kGemmWarps][kKeptQueries<D>][kWarpSize][4];
+    uint32_t low[kGemmWarps][kKeptQueries<D>][kWarpSize][4];
 };
 
 // What a block has in shared memory, now for one thing, now for the other.
@@ -55,7 +64,8 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
     const int lane = threadIdx.x % kWarpSize;
     const int g = lane / 4;
     const int t = lane % 4;
-    const int first_row = static_cast<int>(threadIdx.x) / kWarpSize * 16;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int first_row = warp * 16;
     const int rows = block.rows - first_row;  // of this warp; it may have none and then only copies
 
     const auto copy_tiles = [&](int tile) {
@@ -69,17 +79,43 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
     };
     copy_tiles(0);
 
-    float q[D / 8][4];  // of m16n8k8
+    float q[kKeepsQueries<D> ? 1 : D / 8][4];  // of m16n8k8
     Fragment sums[D / 8] = {};
     SoftmaxState softmax[2];  // sum: of this lane's keys until the end
     if (rows > 0) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* row = block.q + min(first_row + i % 2 * 8 + g, block.rows - 1) * args.q_token_stride;
+        for (int depth = 0; depth < D / 8; ++depth) {
+            uint32_t high[4];
+            uint32_t low[4];
 #pragma unroll
-            for (int depth = 0; depth < D / 8; ++depth) q[depth][i] = row[depth * 8 + i / 2 * 4 + t] * factor;
+            for (int i = 0; i < 4; ++i) {
+                const float* row = block.q + min(first_row + i % 2 * 8 + g, block.rows - 1) * args.q_token_stride;
+                const float query = row[depth * 8 + i / 2 * 4 + t] * factor;
+                const Terms terms = split_terms(query);
+                high[i] = terms.high, low[i] = terms.low;
+                if constexpr (!kKeepsQueries<D>) q[depth][i] = query;
+            }
+            if constexpr (kKeepsQueries<D>) {
+                store_vector(tiles.high[warp][depth][lane], uint4{high[0], high[1], high[2], high[3]});
+                store_vector(tiles.low[warp][depth][lane], uint4{low[0], low[1], low[2], low[3]});
+            }
         }
     }
+    // A depth's terms of the lane's queries: what it wrote itself.
+    const auto queries_at = [&](int depth, uint32_t (&high)[4], uint32_t (&low)[4]) {
+        if constexpr (kKeepsQueries<D>) {
+            const uint4 all_high = load_vector<uint4>(tiles.high[warp][depth][lane]);
+            const uint4 all_low = load_vector<uint4>(tiles.low[warp][depth][lane]);
+            high[0] = all_high.x, high[1] = all_high.y, high[2] = all_high.z, high[3] = all_high.w;
+            low[0] = all_low.x, low[1] = all_low.y, low[2] = all_low.z, low[3] = all_low.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Terms terms = split_terms(q[depth][i]);
+                high[i] = terms.high, low[i] = terms.low;
+            }
+        }
+    };
 
     int tile = 0;
     for (int first = 0; first < block.any_row_sees; first += kTileKeys, ++tile) {
@@ -94,11 +130,7 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
             for (int depth = 0; depth < D / 8; ++depth) {
                 uint32_t a_high[4];
                 uint32_t a_low[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const Terms terms = split_terms(q[depth][i]);
-                    a_high[i] = terms.high, a_low[i] = terms.low;
-                }
+                queries_at(depth, a_high, a_low);
 #pragma unroll
                 for (int column = 0; column < kTileKeys / 8; ++column) {
                     const Terms first_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t]);
@@ -170,8 +202,13 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
     }
 }
 
+// More of them on a multiprocessor hide each other's latency; wide heads need the registers more.
+template <int D>
+constexpr int kBlocksAMultiprocessor = D <= 64 ? 3 : 2;
+
 template <int D, bool kInOut>
-__global__ void __launch_bounds__(kThreads) attend_and_project(BlockPlan plan, float factor) {
+__global__ void __launch_bounds__(kThreads, kBlocksAMultiprocessor<D>)
+    attend_and_project(BlockPlan plan, float factor) {
     DynamicShared memory;
     auto* tiles = memory.take<Memory<D, kInOut>>(1);
     SHARED(uint32_t, number_slot, [1]);
@@ -196,9 +233,8 @@ __global__ void __launch_bounds__(kThreads) attend_and_project(BlockPlan plan, f
 
 template <int D, bool kInOut>
 tilerank_status launch_second(const BlockPlan& plan, void* stream) {
-    constexpr int kBlocksAMultiprocessor = 4;  // more than fit take no number until the others are done
     const int64_t blocks =
-        std::min<int64_t>(BlockWork(plan).all(plan), kBlocksAMultiprocessor * std::max(multiprocessors(), 1));
+        std::min<int64_t>(BlockWork(plan).all(plan), kBlocksAMultiprocessor<D> * std::max(multiprocessors(), 1));
     return launch_blocks("split_tf32", attend_and_project<D, kInOut>, blocks, kThreads,
                          DynamicShared::bytes<Memory<D, kInOut>>(1), stream, plan, scale_log2(plan.attention));
 }

@@ -1,6 +1,6 @@
-// Warpgroup block: the block in two launches on Hopper. The first normalises rows on their way into shared memory and
-// multiplies them by the weights that the copy engine brings; the second is attention as rung 19 of the attention has
-// it, and the output projection in the same blocks, as soon as the heads of its rows are there.
+// Warpgroup block: the block in two launches on Hopper. The first brings rows and weights by bulk copies, normalises
+// the rows where they lie and multiplies; the second is attention as rung 19 of the attention has it, and the output
+// projection in the same blocks, as soon as the heads of its rows are there.
 // Prediction: at 4 x 128 tokens of width 1024 22 us beside 43 us unfused; at 4 x 1024 118 us beside 125; at 4 x 4096
 //   800 us beside 830: the products at 600 TFLOP/s, one launch's worth of memory traffic and five launches saved.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
@@ -465,9 +465,9 @@ tilerank_status launch_second(const BlockPlan& plan, const Maps& maps, void* str
     static_assert(kSharedBytes <= kMostShared);
     const int64_t work = std::max(plan.args.batch * plan.args.num_heads * plan.row_blocks, out_tiles<Out>(plan));
     const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), work);
-    return launched(kName, launch_dependent(attend_and_project<Element, D, kInOut, kMany>, dim3(static_cast<unsigned>(blocks)),
-                                     dim3(S::kThreads), kSharedBytes, stream, plan, maps,
-                                     nonzero_scale_log2(plan.attention)));
+    return launched(kName, launch_dependent(attend_and_project<Element, D, kInOut, kMany>,
+                                            dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), kSharedBytes,
+                                            stream, plan, maps, nonzero_scale_log2(plan.attention)));
 }
 
 template <typename Element, int D, bool kInOut>

@@ -63,7 +63,8 @@ __device__ __forceinline__ int tiles_of_sequence(const BlockPlan& plan) {
     return (static_cast<int>(plan.args.tokens) + kTileRows - 1) / kTileRows;
 }
 
-// Numbers are in the order sequence, tile, head, the head fastest; causal tiles differ in length: the longest come first.
+// Numbers are in the order sequence, tile, head, the head fastest; causal tiles differ in length: the longest come
+// first.
 __device__ __forceinline__ Tile tile_at(const BlockPlan& plan, int number) {
     const int heads = static_cast<int>(plan.args.num_heads);
     const int tiles = tiles_of_sequence(plan);

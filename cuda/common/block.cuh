@@ -100,116 +100,167 @@ __device__ __forceinline__ RowScale scale_of_row(const Element* row, int64_t wid
     return row_scale(moments, epsilon);
 }
 
-// values of columns first .. of a row become gamma (value - mean) factor + beta, those from `count` on zeros.
-template <int kPart, typename Element>
-__device__ __forceinline__ void normalize_part(float (&values)[kPart], const RowScale& scale, const BlockArgs& args,
-                                               int64_t first, int count, bool aligned, const Element*) {
-    float gamma[kPart];
-    float beta[kPart];
+// gamma and beta of columns first .., ones and zeros where there is none.
+template <typename Element, int kPart>
+__device__ __forceinline__ void load_factors(float (&gamma)[kPart], float (&beta)[kPart], const BlockArgs& args,
+                                             int64_t first, int count, bool aligned) {
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) gamma[i] = 1.0f, beta[i] = 0.0f;
     if (args.gamma != nullptr) load_floats(gamma, static_cast<const Element*>(args.gamma) + first, count, aligned);
     if (args.beta != nullptr) load_floats(beta, static_cast<const Element*>(args.beta) + first, count, aligned);
+}
+
+// values become gamma (value - mean) factor + beta, those from `count` on zeros.
+template <int kPart>
+__device__ __forceinline__ void normalize_part(float (&values)[kPart], const RowScale& scale,
+                                               const float (&gamma)[kPart], const float (&beta)[kPart], int count) {
 #pragma unroll
     for (int i = 0; i < kPart; ++i) {
-        float value = (values[i] - scale.mean) * scale.factor;
-        if (args.gamma != nullptr) value *= gamma[i];
-        if (args.beta != nullptr) value += beta[i];
+        const float value = (values[i] - scale.mean) * scale.factor * gamma[i] + beta[i];
         values[i] = i < count ? value : 0.0f;
     }
 }
 
-// Normalises a row of out in place, by one warp.
+// Vectors of a row that a lane can hold while its scale is found.
 template <typename Element>
-__device__ __forceinline__ void normalize_out_row(const BlockPlan& plan, int64_t row, int lane) {
+constexpr int kHeldParts = 1024 * sizeof(Element) / (kWarpSize * 16);
+
+// The scale of a row whose vectors the lanes of a warp hold: two passes over registers, mean first.
+template <typename Element>
+__device__ __forceinline__ RowScale scale_of_parts(const uint4 (&raw)[kHeldParts<Element>], int width, float epsilon,
+                                                   int lane) {
     constexpr int kPart = 16 / sizeof(Element);
-    const BlockArgs& args = plan.args;
-    Element* out = static_cast<Element*>(args.out) + token_offset(args.out_strides, row, args.tokens);
-    const RowScale scale =
-        scale_of_row(out, args.width, static_cast<float>(args.epsilon), plan.aligned_x, lane);
-    for (int64_t first = lane * kPart; first < args.width; first += kWarpSize * kPart) {
-        float values[kPart];
-        const int count = static_cast<int>(min(args.width - first, static_cast<int64_t>(kPart)));
-        load_floats(values, out + first, count, plan.aligned_x);
-        normalize_part(values, scale, args, first, count, plan.aligned_x, out);
-        store_floats(out + first, values, count, plan.aligned_x);
+    float sum = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kHeldParts<Element>; ++part) {
+        Element elements[kPart];
+        memcpy(elements, &raw[part], 16);
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) sum += to_float(elements[e]);
+    }
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(kFullMask, sum, distance);
+    RowScale scale;
+    scale.mean = sum / static_cast<float>(width);
+    float squares = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kHeldParts<Element>; ++part) {
+        if ((part * kWarpSize + lane) * kPart >= width) continue;
+        Element elements[kPart];
+        memcpy(elements, &raw[part], 16);
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) {
+            const float away = to_float(elements[e]) - scale.mean;
+            squares += away * away;
+        }
+    }
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        squares += __shfl_xor_sync(kFullMask, squares, distance);
+    }
+    scale.factor = 1.0f / sqrtf(squares / static_cast<float>(width) + epsilon);
+    return scale;
+}
+
+// Is a row one that a warp can hold?
+template <typename Element>
+__device__ __forceinline__ bool is_held(int64_t width, bool aligned) {
+    constexpr int kPart = 16 / sizeof(Element);
+    return aligned && width % kPart == 0 && width <= kHeldParts<Element> * kWarpSize * kPart;
+}
+
+template <typename Element>
+__device__ __forceinline__ void hold_row(uint4 (&raw)[kHeldParts<Element>], const Element* row, int width, int lane) {
+    constexpr int kPart = 16 / sizeof(Element);
+#pragma unroll
+    for (int part = 0; part < kHeldParts<Element>; ++part) {
+        const int column = (part * kWarpSize + lane) * kPart;
+        raw[part] = column < width ? load_vector<uint4>(row + column) : uint4{0, 0, 0, 0};
     }
 }
 
-// Normalises `rows` rows of out in place, by `warps` warps of which this is number `warp`: several rows at a time, kept in
-// registers between mean, variance and result, so that their loads overlap.
+// Rows that a warp holds at once, so that their loads overlap.
+template <typename Element>
+constexpr int kHeldRows = sizeof(Element) == 2 ? 4 : 2;
+
+// Scales of `rows` rows, of which row_at(i) is the i-th, by `warps` warps of which this is number `warp`; lane 0 calls
+// use(i, scale).
+template <typename Element, typename RowAt, typename Use>
+__device__ __forceinline__ void scales_of_rows(const RowAt& row_at, int rows, int64_t width, float epsilon,
+                                               bool aligned, int warp, int warps, int lane, const Use& use) {
+    if (!is_held<Element>(width, aligned)) {
+        for (int row = warp; row < rows; row += warps) {
+            const RowScale scale = scale_of_row<Element>(row_at(row), width, epsilon, aligned, lane);
+            if (lane == 0) use(row, scale);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int row = warp * kHeldRows<Element>; row < rows; row += warps * kHeldRows<Element>) {
+        uint4 raw[kHeldRows<Element>][kHeldParts<Element>];
+#pragma unroll
+        for (int i = 0; i < kHeldRows<Element>; ++i) {
+            hold_row<Element>(raw[i], row_at(min(row + i, rows - 1)), static_cast<int>(width), lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kHeldRows<Element>; ++i) {
+            const RowScale scale = scale_of_parts<Element>(raw[i], static_cast<int>(width), epsilon, lane);
+            if (lane == 0 && row + i < rows) use(row + i, scale);
+        }
+    }
+}
+
+// Normalises `rows` rows of out in place, by `warps` warps of which this is number `warp`.
 template <typename Element>
 __device__ __forceinline__ void normalize_out_rows(const BlockPlan& plan, int64_t first_row, int rows, int warp,
                                                    int warps, int lane) {
     constexpr int kPart = 16 / sizeof(Element);
-    constexpr int kAtOnce = sizeof(Element) == 2 ? 4 : 2;
-    constexpr int kParts = 1024 / (kWarpSize * kPart);
     const BlockArgs& args = plan.args;
-    if (!plan.aligned_x || args.width % kPart != 0 || args.width > kParts * kWarpSize * kPart) {
-        for (int row = warp; row < rows; row += warps) normalize_out_row<Element>(plan, first_row + row, lane);
+    const float epsilon = static_cast<float>(args.epsilon);
+    const auto row_at = [&](int row) {
+        return static_cast<Element*>(args.out) + token_offset(args.out_strides, first_row + row, args.tokens);
+    };
+    float values[kPart];
+    float gamma[kPart];
+    float beta[kPart];
+    if (!is_held<Element>(args.width, plan.aligned_x)) {
+        for (int row = warp; row < rows; row += warps) {
+            Element* out = row_at(row);
+            const RowScale scale = scale_of_row(out, args.width, epsilon, plan.aligned_x, lane);
+            for (int64_t first = lane * kPart; first < args.width; first += kWarpSize * kPart) {
+                const int count = static_cast<int>(min(args.width - first, static_cast<int64_t>(kPart)));
+                load_floats(values, out + first, count, plan.aligned_x);
+                load_factors<Element>(gamma, beta, args, first, count, plan.aligned_x);
+                normalize_part(values, scale, gamma, beta, count);
+                store_floats(out + first, values, count, plan.aligned_x);
+            }
+        }
         return;
     }
     const int width = static_cast<int>(args.width);
-    const auto row_at = [&](int row) {
-        return static_cast<Element*>(args.out) +
-               token_offset(args.out_strides, first_row + min(row, rows - 1), args.tokens);
-    };
 #pragma unroll 1
-    for (int row = warp * kAtOnce; row < rows; row += warps * kAtOnce) {
-        uint4 raw[kAtOnce][kParts];
+    for (int row = warp * kHeldRows<Element>; row < rows; row += warps * kHeldRows<Element>) {
+        uint4 raw[kHeldRows<Element>][kHeldParts<Element>];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const Element* source = row_at(row + i);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                const int column = (part * kWarpSize + lane) * kPart;
-                raw[i][part] = column < width ? load_vector<uint4>(source + column) : uint4{0, 0, 0, 0};
-            }
+        for (int i = 0; i < kHeldRows<Element>; ++i) {
+            hold_row<Element>(raw[i], row_at(min(row + i, rows - 1)), width, lane);
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kHeldRows<Element>; ++i) {
             if (row + i >= rows) continue;
-            float sum = 0.0f;
+            const RowScale scale = scale_of_parts<Element>(raw[i], width, epsilon, lane);
+            Element* out = row_at(row + i);
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                Element elements[kPart];
-                memcpy(elements, &raw[i][part], 16);
-#pragma unroll
-                for (int e = 0; e < kPart; ++e) sum += to_float(elements[e]);
-            }
-#pragma unroll
-            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(kFullMask, sum, distance);
-            }
-            RowScale scale;
-            scale.mean = sum / static_cast<float>(width);
-            float squares = 0.0f;
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                if ((part * kWarpSize + lane) * kPart >= width) continue;
-                Element elements[kPart];
-                memcpy(elements, &raw[i][part], 16);
-#pragma unroll
-                for (int e = 0; e < kPart; ++e) {
-                    const float away = to_float(elements[e]) - scale.mean;
-                    squares += away * away;
-                }
-            }
-#pragma unroll
-            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                squares += __shfl_xor_sync(kFullMask, squares, distance);
-            }
-            scale.factor = 1.0f / sqrtf(squares / static_cast<float>(width) + static_cast<float>(args.epsilon));
-            Element* target = row_at(row + i);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
+            for (int part = 0; part < kHeldParts<Element>; ++part) {
                 const int column = (part * kWarpSize + lane) * kPart;
                 if (column >= width) continue;
                 Element elements[kPart];
                 memcpy(elements, &raw[i][part], 16);
-                float values[kPart];
 #pragma unroll
                 for (int e = 0; e < kPart; ++e) values[e] = to_float(elements[e]);
-                normalize_part(values, scale, args, column, kPart, true, target);
-                store_floats(target + column, values, kPart, true);
+                load_factors<Element>(gamma, beta, args, column, kPart, true);
+                normalize_part(values, scale, gamma, beta, kPart);
+                store_floats(out + column, values, kPart, true);
             }
         }
     }

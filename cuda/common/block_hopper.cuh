@@ -19,6 +19,7 @@ constexpr int kMostShared = 227 * 1024;
 
 // The weights, and the attended rows, as the copy engine knows them.
 struct Maps {
+    TensorMap x;
     TensorMap weights[3];  // of q, k, v
     TensorMap attended;
     TensorMap wo;
@@ -36,13 +37,6 @@ struct RingPlace {
         }
     }
 };
-
-// token_offset by a 32-bit division.
-__device__ __forceinline__ int64_t row_position(const int64_t (&strides)[2], int64_t row, int64_t tokens) {
-    const uint32_t index = static_cast<uint32_t>(row);
-    const uint32_t length = static_cast<uint32_t>(tokens);
-    return index / length * strides[0] + index % length * strides[1];
-}
 
 // The box of weights for outputs column .. column + kColumns - 1 and inputs depth .. depth + 63: rows of outputs, or
 // parts of 64 outputs as rows of inputs.
@@ -81,7 +75,8 @@ __device__ __forceinline__ void multiply_step(Fragment (&sums)[kColumns / 8], co
 
 // A tile is kProjectRows rows by kColumns columns of one of the three.
 constexpr int kProjectRows = 128;
-constexpr int kProjectThreads = 3 * kGroupThreads;  // one group normalises, two multiply
+constexpr int kProjectThreads = 3 * kGroupThreads;  // one group copies and normalises, two multiply
+constexpr int kNormalizeWarps = kGroupWarps - 1;    // the first one copies
 constexpr int kNormalizeRegisters = 136;
 constexpr int kMultiplyRegisters = 184;
 // A block is launched with equal shares of 65,536 registers, in eights a thread. A group that asked for more than the
@@ -96,7 +91,7 @@ struct ProjectShape {
     static constexpr int kStages = kColumns > 128 ? 4 : 6;
     static constexpr int kRingBytes = kStages * (kLeftBytes + kRightBytes);
     static constexpr size_t bytes() {
-        return DynamicShared::bytes<unsigned char>(kRingBytes + 1024) + 2 * DynamicShared::bytes<uint64_t>(kStages) +
+        return DynamicShared::bytes<unsigned char>(kRingBytes + 1024) + 3 * DynamicShared::bytes<uint64_t>(kStages) +
                DynamicShared::bytes<RowScale>(kProjectRows);
     }
 };
@@ -117,181 +112,126 @@ struct ProjectTiles {
     }
 };
 
-// Scales of kProjectRows rows, by the four warps of a group: a row's numbers stay in registers between its mean and its
-// variance, several rows at a time so that their loads overlap. Rows too wide for that are read part by part.
-template <typename Element>
+// Scales of the kProjectRows rows from first_row on, by kWarps warps.
+template <typename Element, int kWarps>
 __device__ __forceinline__ void find_scales(const BlockPlan& plan, RowScale* scales, int first_row, int warp,
                                             int lane) {
-    constexpr int kAtOnce = 4;
-    constexpr int kParts = 4;  // of 8 columns a lane
     const BlockArgs& args = plan.args;
     const Element* x = static_cast<const Element*>(args.x);
-    const float epsilon = static_cast<float>(args.epsilon);
-    const int width = static_cast<int>(args.width);
+    const int last_row = static_cast<int>(plan.rows) - 1;
+    scales_of_rows<Element>([&](int row) { return x + min(first_row + row, last_row) * args.x_strides[1]; },
+                            kProjectRows, args.width, static_cast<float>(args.epsilon), true, warp, kWarps, lane,
+                            [&](int row, const RowScale& scale) { scales[row] = scale; });
+}
+
+// By one thread: brings the raw rows and the weights.
+template <int kColumns, bool kInOut>
+__device__ __forceinline__ void fill_project(const BlockPlan& plan, const Maps& maps, const ProjectTiles& tiles,
+                                             unsigned char* ring, uint64_t* arrived, uint64_t* empty) {
+    using S = ProjectShape<kColumns>;
+    const int steps = (static_cast<int>(plan.args.width) + kDepth - 1) / kDepth;
+    RingPlace<S::kStages> at;
 #pragma unroll 1
-    for (int turn = 0; turn < kProjectRows / kGroupWarps; turn += kAtOnce) {
-        const int row = warp * (kProjectRows / kGroupWarps) + turn;
-        const Element* rows[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            rows[i] = x + row_position(args.x_strides, min(first_row + row + i, static_cast<int>(plan.rows) - 1), args.tokens);
-        }
-        if (width <= kParts * 8 * kWarpSize) {
-            uint4 raw[kAtOnce][kParts];
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                const int column = (part * kWarpSize + lane) * 8;
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    raw[i][part] = column < width ? load_vector<uint4>(rows[i] + column) : uint4{0, 0, 0, 0};
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    Element elements[8];
-                    memcpy(elements, &raw[i][part], 16);
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) sum += to_float(elements[e]);
-                }
-#pragma unroll
-                for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                    sum += __shfl_xor_sync(kFullMask, sum, distance);
-                }
-                const float mean = sum / static_cast<float>(width);
-                float squares = 0.0f;
-#pragma unroll
-                for (int part = 0; part < kParts; ++part) {
-                    if ((part * kWarpSize + lane) * 8 >= width) continue;
-                    Element elements[8];
-                    memcpy(elements, &raw[i][part], 16);
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) {
-                        const float away = to_float(elements[e]) - mean;
-                        squares += away * away;
-                    }
-                }
-#pragma unroll
-                for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-                    squares += __shfl_xor_sync(kFullMask, squares, distance);
-                }
-                if (lane == 0) scales[row + i] = {mean, rsqrtf(squares / static_cast<float>(width) + epsilon)};
-            }
-        } else {
+    for (int tile = tiles.first; tile < tiles.last; ++tile) {
+        const int row = tile / tiles.columns * kProjectRows;
+        const int column_tile = tile % tiles.columns;
+        const int matrix = column_tile / tiles.matrix_columns;
+        const int first_column = column_tile % tiles.matrix_columns * kColumns;
 #pragma unroll 1
-            for (int i = 0; i < kAtOnce; ++i) {
-                const RowScale scale = scale_of_row(rows[i], args.width, epsilon, true, lane);
-                if (lane == 0) scales[row + i] = scale;
-            }
+        for (int step = 0; step < steps; ++step) {
+            unsigned char* left = ring + at.stage * (S::kLeftBytes + S::kRightBytes);
+            barrier_wait(&empty[at.stage], at.parity ^ 1);
+            barrier_expect(&arrived[at.stage], S::kLeftBytes + S::kRightBytes);
+            copy_box(left, maps.x, row, step * kDepth, &arrived[at.stage]);
+            copy_weights<kColumns, kInOut>(left + S::kLeftBytes, maps.weights[matrix], first_column, step * kDepth,
+                                           &arrived[at.stage]);
+            at.advance();
         }
     }
 }
 
-// The group that fills the ring: the left factor by its own hands, normalised on the way, the right one by the copy
-// engine.
-template <typename Element, int kColumns, bool kInOut>
-__device__ __forceinline__ void fill_left(const BlockPlan& plan, const Maps& maps, const ProjectTiles& tiles,
-                                          unsigned char* ring, uint64_t* full, uint64_t* empty, RowScale* scales,
-                                          int thread) {
+// By kNormalizeWarps warps: normalises the rows that have arrived, where they lie.
+template <typename Element, int kColumns>
+__device__ __forceinline__ void normalize_left(const BlockPlan& plan, const ProjectTiles& tiles, unsigned char* ring,
+                                               uint64_t* arrived, uint64_t* full, RowScale* scales, int warp,
+                                               int lane) {
     using S = ProjectShape<kColumns>;
-    constexpr int kTurns = kProjectRows * (kDepth / 8) / kGroupThreads;  // parts of 8 columns a thread
-    constexpr int kRowsATime = kProjectRows / kTurns;
+    constexpr int kWarpRows = kWarpSize / (kDepth / 8);  // that a warp normalises at once, a part of 8 columns a lane
     constexpr int kOwnBarrier = 1;
     const BlockArgs& args = plan.args;
-    const Element* x = static_cast<const Element*>(args.x);
     const Element* gamma = static_cast<const Element*>(args.gamma);
     const Element* beta = static_cast<const Element*>(args.beta);
-    const bool pre_ln = args.pre_ln != 0;
-    const int warp = thread / kWarpSize;
-    const int lane = thread % kWarpSize;
-    const int own_row = thread / (kDepth / 8);
-    const int own_column = thread % (kDepth / 8) * 8;
+    const int own_row = warp * kWarpRows + lane / (kDepth / 8);
+    const int own_column = lane % (kDepth / 8) * 8;
     const int width = static_cast<int>(args.width);
     const int steps = (width + kDepth - 1) / kDepth;
-    const int last_row = static_cast<int>(plan.rows) - 1;
     RingPlace<S::kStages> at;
-    int known_block = -1;
-    const Element* rows[kTurns];
-    uint4 raw[kTurns];
+    int known_block = tiles.first / tiles.columns;
     uint4 raw_gamma = {0, 0, 0, 0};
     uint4 raw_beta = {0, 0, 0, 0};
     const auto load_factors = [&](int column) {
-        if (!pre_ln || column >= width) return;
-        if (gamma != nullptr) raw_gamma = load_vector<uint4>(gamma + column);
-        if (beta != nullptr) raw_beta = load_vector<uint4>(beta + column);
+        if (gamma != nullptr && column < width) raw_gamma = load_vector<uint4>(gamma + column);
+        if (beta != nullptr && column < width) raw_beta = load_vector<uint4>(beta + column);
     };
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.last; ++tile) {
         const int block = tile / tiles.columns;
-        const int column_tile = tile % tiles.columns;
-        const int matrix = column_tile / tiles.matrix_columns;
-        const int first_column = column_tile % tiles.matrix_columns * kColumns;
         if (block != known_block) {
             known_block = block;
-#pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                const int row = min(block * kProjectRows + turn * kRowsATime + own_row, last_row);
-                rows[turn] = x + row_position(args.x_strides, row, args.tokens) + own_column;
-            }
-            if (pre_ln) {
-                group_barrier(kOwnBarrier, kGroupThreads);  // the scales before these have been read
-                find_scales<Element>(plan, scales, block * kProjectRows, warp, lane);
-                group_barrier(kOwnBarrier, kGroupThreads);
-            }
-        }
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            raw[turn] = own_column < width ? load_vector<uint4>(rows[turn]) : uint4{0, 0, 0, 0};
+            group_barrier(kOwnBarrier, kNormalizeWarps * kWarpSize);  // the scales before these have been read
+            find_scales<Element, kNormalizeWarps>(plan, scales, block * kProjectRows, warp, lane);
+            group_barrier(kOwnBarrier, kNormalizeWarps * kWarpSize);
         }
         load_factors(own_column);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             unsigned char* left = ring + at.stage * (S::kLeftBytes + S::kRightBytes);
-            barrier_wait(&empty[at.stage], at.parity ^ 1);
-            if (thread == 0) {
-                barrier_expect(&full[at.stage], S::kRightBytes);
-                copy_weights<kColumns, kInOut>(left + S::kLeftBytes, maps.weights[matrix], first_column, step * kDepth,
-                                               &full[at.stage]);
-            }
             float factors[8];
             float shifts[8];
-            if (pre_ln) {
-                Element elements[8];
-                memcpy(elements, &raw_gamma, 16);
+            Element elements[8];
+            memcpy(elements, &raw_gamma, 16);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) factors[e] = gamma != nullptr ? to_float(elements[e]) : 1.0f;
-                memcpy(elements, &raw_beta, 16);
+            for (int e = 0; e < 8; ++e) factors[e] = gamma != nullptr ? to_float(elements[e]) : 1.0f;
+            memcpy(elements, &raw_beta, 16);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) shifts[e] = beta != nullptr ? to_float(elements[e]) : 0.0f;
-            }
-            const int next_column = (step + 1) * kDepth + own_column;
-            load_factors(next_column);
-            const bool exists = step * kDepth + own_column < width;
+            for (int e = 0; e < 8; ++e) shifts[e] = beta != nullptr ? to_float(elements[e]) : 0.0f;
+            load_factors((step + 1) * kDepth + own_column);
+            barrier_wait(&arrived[at.stage], at.parity);
+            if (step * kDepth + own_column < width) {  // beyond are zeros, which stay
+                constexpr int kAtOnce = 4;
+                constexpr int kStride = kNormalizeWarps * kWarpRows;
 #pragma unroll
-            for (int turn = 0; turn < kTurns; ++turn) {
-                uint4 part = raw[turn];
-                raw[turn] = next_column < width ? load_vector<uint4>(rows[turn] + (step + 1) * kDepth)
-                                                : uint4{0, 0, 0, 0};
-                if (pre_ln && exists) {
-                    const RowScale scale = scales[turn * kRowsATime + own_row];
-                    Element elements[8];
-                    memcpy(elements, &part, 16);
-                    uint32_t pairs[4];
+                for (int first = 0; first < kProjectRows; first += kAtOnce * kStride) {
+                    uint4 parts[kAtOnce];
 #pragma unroll
-                    for (int pair = 0; pair < 4; ++pair) {
-                        float values[2];
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            const int e = pair * 2 + i;
-                            values[i] = (to_float(elements[e]) - scale.mean) * scale.factor * factors[e] + shifts[e];
-                        }
-                        pairs[pair] = pack16<Element>(values[0], values[1]);
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const int row = first + i * kStride + own_row;
+                        if (row >= kProjectRows) continue;
+                        parts[i] = load_vector<uint4>(left + swizzled_offset<kRowBytes>(row, own_column * 2));
                     }
-                    part = {pairs[0], pairs[1], pairs[2], pairs[3]};
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const int row = first + i * kStride + own_row;
+                        if (row >= kProjectRows) continue;
+                        const RowScale scale = scales[row];
+                        const float shift = -scale.mean * scale.factor;
+                        memcpy(elements, &parts[i], 16);
+                        uint32_t pairs[4];
+#pragma unroll
+                        for (int pair = 0; pair < 4; ++pair) {
+                            float values[2];
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) {
+                                const int e = pair * 2 + j;
+                                values[j] = __fmaf_rn(__fmaf_rn(to_float(elements[e]), scale.factor, shift), factors[e],
+                                                      shifts[e]);
+                            }
+                            pairs[pair] = pack16<Element>(values[0], values[1]);
+                        }
+                        store_vector(left + swizzled_offset<kRowBytes>(row, own_column * 2),
+                                     uint4{pairs[0], pairs[1], pairs[2], pairs[3]});
+                    }
                 }
-                store_vector(left + swizzled_offset<kRowBytes>(turn * kRowsATime + own_row, own_column * 2), part);
             }
             fence_async_proxy();
             __syncwarp();
@@ -299,6 +239,14 @@ __device__ __forceinline__ void fill_left(const BlockPlan& plan, const Maps& map
             at.advance();
         }
     }
+}
+
+// Two neighbouring elements as floats; zeros where there is no vector.
+template <typename Element>
+__device__ __forceinline__ float2 floats_of(uint32_t pair) {
+    Element elements[2];
+    memcpy(elements, &pair, 4);
+    return {to_float(elements[0]), to_float(elements[1])};
 }
 
 template <typename Element, int kColumns, bool kInOut>
@@ -309,17 +257,20 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
     DynamicShared memory;
     unsigned char* unaligned_ring = memory.take<unsigned char>(S::kRingBytes + 1024);
     unsigned char* ring = unaligned_ring + (1024 - shared_address(unaligned_ring) % 1024) % 1024;
-    uint64_t* full = memory.take<uint64_t>(S::kStages);
+    uint64_t* arrived = memory.take<uint64_t>(S::kStages);  // raw rows and weights
+    uint64_t* full = memory.take<uint64_t>(S::kStages);     // the rows are normalised
     uint64_t* empty = memory.take<uint64_t>(S::kStages);
     RowScale* scales = memory.take<RowScale>(kProjectRows);
     const int thread = static_cast<int>(threadIdx.x);
     const int group = uniform(thread / kGroupThreads);
     const int lane = thread % kWarpSize;
+    const bool pre_ln = plan.args.pre_ln != 0;
     const ProjectTiles tiles(plan, kColumns, tiles_a_block);
 
     let_next_launch_begin();
     if (thread < S::kStages) {
-        barrier_init(&full[thread], kGroupWarps + 1);
+        barrier_init(&arrived[thread], 1);
+        barrier_init(&full[thread], kNormalizeWarps);
         barrier_init(&empty[thread], 2 * kGroupWarps);
     }
     fence_async_proxy();
@@ -328,13 +279,25 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
         plan.counters[i] = 0;
     }
     __syncthreads();
+    // The scales of the first rows are found by all warps but the one that copies.
+    const auto find_first_scales = [&] {
+        constexpr int kWarps = 3 * kGroupWarps - 1;
+        constexpr int kScalesBarrier = 2;
+        find_scales<Element, kWarps>(plan, scales, tiles.first / tiles.columns * kProjectRows, thread / kWarpSize - 1,
+                                     lane);
+        group_barrier(kScalesBarrier, kWarps * kWarpSize);
+    };
     if (group == 0) {
         give_registers_back<kNormalizeRegisters>();
-        if (thread < 3) prefetch_map(maps.weights[thread]);
-        fill_left<Element, kColumns, kInOut>(plan, maps, tiles, ring, full, empty, scales, thread);
+        if (thread == 0) fill_project<kColumns, kInOut>(plan, maps, tiles, ring, arrived, empty);
+        if (pre_ln && thread >= kWarpSize) {
+            find_first_scales();
+            normalize_left<Element, kColumns>(plan, tiles, ring, arrived, full, scales, thread / kWarpSize - 1, lane);
+        }
         return;
     }
     take_registers<kMultiplyRegisters>();
+    if (pre_ln) find_first_scales();
     const int group_row = (group - 1) * 64;
     const int steps = (static_cast<int>(plan.args.width) + kDepth - 1) / kDepth;
     RingPlace<S::kStages> at;
@@ -345,7 +308,8 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const unsigned char* left = ring + at.stage * (S::kLeftBytes + S::kRightBytes);
-            barrier_wait(&full[at.stage], at.parity);
+            if (pre_ln) barrier_wait(&full[at.stage], at.parity);
+            barrier_wait(&arrived[at.stage], at.parity);
             multiply_step<Element, kColumns, kInOut>(sums, left + group_row * kRowBytes, left + S::kLeftBytes,
                                                      step == 0);
             wgmma_wait<1>();
@@ -353,9 +317,6 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
             before = at.stage;
             at.advance();
         }
-        wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(&empty[before]);
-
         const int column_tile = tile % tiles.columns;
         const int matrix = column_tile / tiles.matrix_columns;
         const int first_column = column_tile % tiles.matrix_columns * kColumns;
@@ -366,21 +327,25 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
         Element* target = static_cast<Element*>(const_cast<void*>(matrix == 0   ? plan.attention.q
                                                                   : matrix == 1 ? plan.attention.k
                                                                                 : plan.attention.v));
+        // All of the bias at once, while the last products run.
+        uint32_t bias_pairs[kColumns / 8];
+#pragma unroll
+        for (int block = 0; block < kColumns / 8; ++block) {
+            const int column = first_column + block * 8 + lane % 4 * 2;
+            bias_pairs[block] = bias != nullptr && column < plan.columns ? load_vector<uint32_t>(bias + column) : 0u;
+        }
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(&empty[before]);
 #pragma unroll
         for (int first = 0; first < kColumns / 8; first += 4) {
             uint32_t packed[2][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int column = first_column + (first + i) * 8 + lane % 4 * 2;
-                float more[2] = {0.0f, 0.0f};
-                if (bias != nullptr && column < plan.columns) {
-                    more[0] = to_float(bias[column]);
-                    more[1] = to_float(bias[column + 1]);
-                }
+                const float2 more = floats_of<Element>(bias_pairs[first + i]);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    packed[half][i] = pack16<Element>(sums[first + i][half * 2] + more[0],
-                                                      sums[first + i][half * 2 + 1] + more[1]);
+                    packed[half][i] = pack16<Element>(sums[first + i][half * 2] + more.x,
+                                                      sums[first + i][half * 2 + 1] + more.y);
                 }
             }
             const int column = first_column + (first + lane % 4) * 8;
@@ -397,8 +362,8 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
 
 // ---- Launch 2: the output projection ----
 
-// The projection's tiles. kMany: each group has a unit of its own and the same kColumns columns; else all groups have the
-// same unit and kColumns columns each: more tiles, for calls that have few units.
+// The projection's tiles. kMany: each group has a unit of its own and the same kColumns columns; else all groups have
+// the same unit and kColumns columns each: more tiles, for calls that have few units.
 template <int kGroups, bool kMany>
 struct OutShape {
     static constexpr int kUnits = kMany ? kGroups : 1;
@@ -494,43 +459,49 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const unsigne
             before = at.stage;
             at.advance();
         }
-        wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(&empty[before]);
-
         const int unit = tile / columns * S::kUnits + (S::kUnits > 1 ? group : 0);
         const int first_column = tile % columns * S::kTileColumns + (S::kUnits > 1 ? 0 : group * S::kColumns);
-        if (unit >= units || first_column >= width) continue;
-        const int64_t sequence = unit / row_blocks;
+        const bool is_there = unit < units && first_column < width;
+        const int64_t sequence = is_there ? unit / row_blocks : 0;
         const int first_token = unit % row_blocks * kUnitRows;
+        const int token = first_token + group_warp * 16 + lane / 4;
+        // All of the bias and the residual at once, while the last products run.
+        uint32_t bias_pairs[S::kColumns / 8];
+        uint32_t residual_pairs[2][S::kColumns / 8];
+#pragma unroll
+        for (int block = 0; block < S::kColumns / 8; ++block) {
+            const int column = first_column + block * 8 + lane % 4 * 2;
+            const bool exists = is_there && column < width;
+            bias_pairs[block] = bias != nullptr && exists ? load_vector<uint32_t>(bias + column) : 0u;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Element* more = residual + sequence * args.residual_strides[0] +
+                                      (token + half * 8) * args.residual_strides[1];
+                residual_pairs[half][block] = residual != nullptr && exists && token + half * 8 < tokens
+                                                  ? load_vector<uint32_t>(more + column)
+                                                  : 0u;
+            }
+        }
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(&empty[before]);
+        if (!is_there) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int token = first_token + group_warp * 16 + half * 8 + lane / 4;
-            const bool exists = token < tokens;
             Element* out = static_cast<Element*>(args.out) + sequence * args.out_strides[0] +
-                           token * args.out_strides[1];
-            const Element* more = residual + sequence * args.residual_strides[0] + token * args.residual_strides[1];
+                           (token + half * 8) * args.out_strides[1];
 #pragma unroll
             for (int first = 0; first < S::kColumns / 8; first += 4) {
                 uint32_t packed[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int column = first_column + (first + i) * 8 + lane % 4 * 2;
-                    float values[2] = {sums[first + i][half * 2], sums[first + i][half * 2 + 1]};
-                    if (column < width) {
-                        if (bias != nullptr) {
-                            values[0] += to_float(bias[column]);
-                            values[1] += to_float(bias[column + 1]);
-                        }
-                        if (residual != nullptr && exists) {
-                            values[0] += to_float(more[column]);
-                            values[1] += to_float(more[column + 1]);
-                        }
-                    }
-                    packed[i] = pack16<Element>(values[0], values[1]);
+                    const float2 of_bias = floats_of<Element>(bias_pairs[first + i]);
+                    const float2 of_residual = floats_of<Element>(residual_pairs[half][first + i]);
+                    packed[i] = pack16<Element>(sums[first + i][half * 2] + of_bias.x + of_residual.x,
+                                                sums[first + i][half * 2 + 1] + of_bias.y + of_residual.y);
                 }
                 const uint4 part = quad_transpose(packed, lane);
                 const int column = first_column + (first + lane % 4) * 8;
-                if (exists && column < width) store_vector(out + column, part);
+                if (token + half * 8 < tokens && column < width) store_vector(out + column, part);
             }
         }
         if (args.pre_ln) continue;
@@ -554,8 +525,8 @@ inline tilerank_status launched(const char* name, int error) {
     return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the launch was refused: %s", name, launch_error_text(error));
 }
 
-// Which tiles a call's products have: wide ones cost less memory traffic, narrow ones leave fewer multiprocessors without;
-// whichever ends first, by what a round of tiles takes.
+// Which tiles a call's products have: wide ones cost less memory traffic, narrow ones leave fewer multiprocessors
+// without; whichever ends first, by what a round of tiles takes.
 struct Choice {
     bool wide_project;
     bool many;
@@ -585,8 +556,11 @@ tilerank_status describe(const char* name, const BlockPlan& plan, const Choice& 
                       : describe_matrix(map, args.dtype, base, outputs, inputs, stride, columns);
     };
     const int columns = choice.wide_project ? 256 : 128;
-    const int out_columns = choice.many ? OutShape<kGroups, true>::kTileColumns : OutShape<kGroups, false>::kTileColumns;
-    if (describe_weights(&maps->weights[0], args.wq, plan.columns, args.width, args.wq_stride, columns) &&
+    const int out_columns =
+        choice.many ? OutShape<kGroups, true>::kTileColumns : OutShape<kGroups, false>::kTileColumns;
+    // Rows of all sequences are equally far from each other: check_call has seen to it.
+    if (describe_matrix(&maps->x, args.dtype, args.x, plan.rows, args.width, args.x_strides[1], kProjectRows) &&
+        describe_weights(&maps->weights[0], args.wq, plan.columns, args.width, args.wq_stride, columns) &&
         describe_weights(&maps->weights[1], args.wk, plan.columns, args.width, args.wk_stride, columns) &&
         describe_weights(&maps->weights[2], args.wv, plan.columns, args.width, args.wv_stride, columns) &&
         describe_weights(&maps->wo, args.wo, args.width, plan.columns, args.wo_stride, out_columns) &&
@@ -621,9 +595,20 @@ tilerank_status launch_project(const char* name, const BlockPlan& plan, const Ch
 inline tilerank_status check_call(const char* name, const BlockPlan& plan) {
     if (!plan.aligned_x || !plan.aligned_weights || plan.args.width % 8 != 0 || plan.columns % 8 != 0) {
         return refuse(TILERANK_UNSUPPORTED,
-                      "variant %s: a row of x, residual, out, gamma, beta or a weight does not begin at a multiple of 16 "
-                      "bytes; it serves: those that do",
+                      "variant %s: a row of x, residual, out, gamma, beta or a weight does not begin at a multiple of "
+                      "16 bytes; it serves: those that do",
                       name);
+    }
+    if (plan.args.batch > 1 && plan.args.x_strides[0] != plan.args.tokens * plan.args.x_strides[1]) {
+        return refuse(TILERANK_UNSUPPORTED,
+                      "variant %s: x_strides is {%lld, %lld} with %lld tokens; it serves: rows equally far from each "
+                      "other",
+                      name, static_cast<long long>(plan.args.x_strides[0]),
+                      static_cast<long long>(plan.args.x_strides[1]), static_cast<long long>(plan.args.tokens));
+    }
+    if (plan.args.x_strides[1] < plan.args.width && plan.rows > 1) {
+        return refuse(TILERANK_UNSUPPORTED, "variant %s: x_strides[1] is %lld; it serves: the width, %lld, or more",
+                      name, static_cast<long long>(plan.args.x_strides[1]), static_cast<long long>(plan.args.width));
     }
     constexpr int64_t kMostRows = 1 << 30;  // of a 32-bit position
     if (plan.rows > kMostRows || plan.args.width > kMostRows || plan.columns > kMostRows) {

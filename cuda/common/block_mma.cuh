@@ -33,14 +33,13 @@ __device__ __forceinline__ void project_tile(const BlockPlan& plan, GemmStage<El
     const bool pre_ln = args.pre_ln != 0;
 
     if (pre_ln) {
-        for (int row = warp; row < kGemmRows; row += kGemmWarps) {
-            RowScale scale = {0.0f, 0.0f};
-            if (first_row + row < plan.rows) {
-                scale = scale_of_row(x + token_offset(args.x_strides, first_row + row, args.tokens), args.width,
-                                     static_cast<float>(args.epsilon), plan.aligned_x, lane);
-            }
-            if (lane == 0) scales[row] = scale;
-        }
+        const int64_t last_row = plan.rows - 1;
+        scales_of_rows<Element>(
+            [&](int row) {
+                return x + token_offset(args.x_strides, min(first_row + row, last_row), args.tokens);
+            },
+            kGemmRows, args.width, static_cast<float>(args.epsilon), plan.aligned_x, warp, kGemmWarps, lane,
+            [&](int row, const RowScale& scale) { scales[row] = scale; });
     }
     __syncthreads();
 
@@ -57,28 +56,30 @@ __device__ __forceinline__ void project_tile(const BlockPlan& plan, GemmStage<El
         if (pre_ln) own_scales[turn] = scales[row];
     }
     float values[kTurns][kPart];
+    float gamma[kPart];
+    float beta[kPart];
     int count = 0;
-    int64_t at = 0;
-    const auto load_left = [&](GemmStage<Element, kInOut>&, int64_t depth) {
-        at = depth + own_column;
+    const auto fetch_left = [&](int64_t depth) {
+        const int64_t at = depth + own_column;
         count = static_cast<int>(clamp(args.width - at, 0, kPart));
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
             const bool exists = rows[turn] != nullptr;
             load_floats(values[turn], exists ? rows[turn] + at : x, exists ? count : 0, plan.aligned_x);
         }
+        if (pre_ln) load_factors<Element>(gamma, beta, args, at, count, plan.aligned_x);
     };
     const auto store_left = [&](GemmStage<Element, kInOut>& stage) {
 #pragma unroll
         for (int turn = 0; turn < kTurns; ++turn) {
-            if (pre_ln && rows[turn] != nullptr) {
-                normalize_part(values[turn], own_scales[turn], args, at, count, plan.aligned_x, x);
-            }
+            if (pre_ln && rows[turn] != nullptr) normalize_part(values[turn], own_scales[turn], gamma, beta, count);
             store_floats(&stage.left[turn * kRowsATime + own_row][own_column], values[turn], kPart, true);
         }
     };
 
-    const auto of_matrix = [&](auto of_q, auto of_k, auto of_v) { return matrix == 0 ? of_q : matrix == 1 ? of_k : of_v; };
+    const auto of_matrix = [&](auto of_q, auto of_k, auto of_v) {
+        return matrix == 0 ? of_q : matrix == 1 ? of_k : of_v;
+    };
     const WeightView<Element> weights = {static_cast<const Element*>(of_matrix(args.wq, args.wk, args.wv)),
                                          of_matrix(args.wq_stride, args.wk_stride, args.wv_stride), plan.columns,
                                          args.width, plan.aligned_weights};
@@ -86,7 +87,9 @@ __device__ __forceinline__ void project_tile(const BlockPlan& plan, GemmStage<El
     Element* target = static_cast<Element*>(
         const_cast<void*>(of_matrix(plan.attention.q, plan.attention.k, plan.attention.v)));
     GemmSums sums;
-    gemm_tile<Element, kInOut>(sums, stages, weights, first_column, load_left, store_left, warp, lane);
+    gemm_tile<Element, kInOut>(
+        sums, stages, weights, first_column, [](GemmStage<Element, kInOut>&, int64_t) {}, fetch_left, store_left, warp,
+        lane);
     each_pair(sums, warp, lane, [&](int row, int column, float low, float high) {
         const int64_t to = first_column + column;  // columns are even in number: the pair exists or it does not
         if (first_row + row >= plan.rows || to >= plan.columns) return;
@@ -187,7 +190,7 @@ __device__ __forceinline__ void project_out_tile(const BlockPlan& plan, GemmStag
 
     const int64_t first_row = sequence * args.tokens + first_token;
     const Element* attended = static_cast<const Element*>(plan.attention.out) + first_row * plan.columns;
-    const auto load_left = [&](GemmStage<Element, kInOut>& stage, int64_t depth) {
+    const auto copy_left = [&](GemmStage<Element, kInOut>& stage, int64_t depth) {
         constexpr int kParts = kGemmDepth<Element> / kPart;
 #pragma unroll
         for (int at = static_cast<int>(threadIdx.x); at < kGemmRows * kParts; at += kGemmThreads) {
@@ -200,8 +203,8 @@ __device__ __forceinline__ void project_out_tile(const BlockPlan& plan, GemmStag
     const WeightView<Element> weights = {static_cast<const Element*>(args.wo), args.wo_stride, args.width, plan.columns,
                                          plan.aligned_weights};
     GemmSums sums;
-    gemm_tile<Element, kInOut>(sums, stages, weights, first_column, load_left, [](GemmStage<Element, kInOut>&) {},
-                               warp, lane);
+    gemm_tile<Element, kInOut>(
+        sums, stages, weights, first_column, copy_left, [](int64_t) {}, [](GemmStage<Element, kInOut>&) {}, warp, lane);
     const Element* bias = static_cast<const Element*>(args.bo);
     const Element* residual = static_cast<const Element*>(args.residual);
     each_pair(sums, warp, lane, [&](int row, int column, float low, float high) {

@@ -188,14 +188,18 @@ __device__ __forceinline__ void multiply(GemmSums& sums, const GemmStage<Element
     }
 }
 
-// sums = left weights^T for a tile. load_left(stage, depth): starts to load that step's left factor; store_left(stage):
-// puts what load_left left in registers, if anything, into shared memory, after the products of the step under way.
-template <typename Element, bool kInOut, typename LoadLeft, typename StoreLeft>
+// sums = left weights^T for a tile. The left factor comes in one of two ways, and the other calls do nothing:
+// copy_left(stage, depth) starts to copy a step of it into shared memory; or fetch_left(depth) starts to load it into
+// registers, from which store_left(stage) puts it into shared memory a step later.
+template <typename Element, bool kInOut, typename CopyLeft, typename FetchLeft, typename StoreLeft>
 __device__ __forceinline__ void gemm_tile(GemmSums& sums, GemmStage<Element, kInOut>* stages,
-                                          const WeightView<Element>& weights, int64_t column, const LoadLeft& load_left,
-                                          const StoreLeft& store_left, int warp, int lane) {
+                                          const WeightView<Element>& weights, int64_t column, const CopyLeft& copy_left,
+                                          const FetchLeft& fetch_left, const StoreLeft& store_left, int warp,
+                                          int lane) {
+    constexpr int kDepth = kGemmDepth<Element>;
+    constexpr int kAhead = kGemmStages - 1;
     const int thread = warp * kWarpSize + lane;
-    const int64_t steps = (weights.inputs + kGemmDepth<Element> - 1) / kGemmDepth<Element>;
+    const int steps = static_cast<int>((weights.inputs + kDepth - 1) / kDepth);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
@@ -204,26 +208,25 @@ __device__ __forceinline__ void gemm_tile(GemmSums& sums, GemmStage<Element, kIn
             for (int i = 0; i < 4; ++i) sums[tile][block][i] = 0.0f;
         }
     }
-    const auto load = [&](int64_t step) {  // a group of copies, empty or not, so that waits can count them
+    const auto load = [&](int step) {  // a group of copies, empty or not, so that waits can count them
         if (step < steps) {
-            copy_right<Element, kInOut>(stages[step % kGemmStages], weights, column, step * kGemmDepth<Element>, thread);
-            load_left(stages[step % kGemmStages], step * kGemmDepth<Element>);
+            auto& stage = stages[step % kGemmStages];
+            copy_right<Element, kInOut>(stage, weights, column, static_cast<int64_t>(step) * kDepth, thread);
+            copy_left(stage, static_cast<int64_t>(step) * kDepth);
+            store_left(stage);
         }
         copy_async_commit();
+        if (step + 1 < steps) fetch_left(static_cast<int64_t>(step + 1) * kDepth);
     };
+    fetch_left(0);
 #pragma unroll 1
-    for (int64_t step = 0; step < kGemmStages - 1; ++step) {
-        load(step);
-        if (step < steps) store_left(stages[step % kGemmStages]);
-    }
+    for (int step = 0; step < kAhead; ++step) load(step);
 #pragma unroll 1
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps; ++step) {
         copy_async_wait<kGemmStages - 2>();
         __syncthreads();  // this step is there for all warps, and the one before is no longer read
-        const int64_t next = step + kGemmStages - 1;
-        load(next);
+        load(step + kAhead);
         multiply<Element, kInOut>(sums, stages[step % kGemmStages], warp, lane);
-        if (next < steps) store_left(stages[next % kGemmStages]);
     }
     copy_async_wait<0>();
     __syncthreads();  // the stages may be used for something else

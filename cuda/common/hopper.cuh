@@ -1,5 +1,5 @@
-// What the attention block's kernel for Hopper (sm_90a) needs beyond wgmma.cuh: tensor maps and the bulk copies that go
-// by them, products whose factors both lie in shared memory, barriers of a warpgroup, and rows written in 16-byte parts.
+// What the attention block's kernels for Hopper (sm_90a) need beyond wgmma.cuh: tensor maps and the bulk copies that go
+// by them, products whose factors both lie in shared memory, barriers of a warpgroup, rows written in 16-byte parts.
 #pragma once
 
 #include "common/barriers.cuh"
@@ -23,8 +23,8 @@ struct alignas(64) TensorMap {
 };
 
 // Describes `rows` x `columns` 16-bit elements, rows `stride` elements apart, copied in boxes of box_rows x 64 columns
-// that come to lie as swizzled rows of 128 bytes; what is outside of the matrix arrives as zeros. base: a multiple of 16
-// bytes, stride of 8 elements. False when the driver refuses.
+// that come to lie as swizzled rows of 128 bytes; what is outside of the matrix arrives as zeros. base: a multiple of
+// 16 bytes, stride of 8 elements. False when the driver refuses.
 inline bool describe_matrix(TensorMap* map, int32_t dtype, const void* base, int64_t rows, int64_t columns,
                             int64_t stride, int box_rows) {
     using Encode = int (*)(TensorMap*, int type, uint32_t rank, void* base, const uint64_t* sizes,
@@ -151,7 +151,8 @@ struct SharedWgmma<64> {
                        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
                        "%32, %33", "%34", "%35",
-                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]),
+                       TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
                        TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]), TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]));
     }
 };
@@ -166,9 +167,12 @@ struct SharedWgmma<128> {
                        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
                        "%64, %65", "%66", "%67",
-                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
-                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]), TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
-                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]), TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]),
+                       TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
+                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
+                       TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
+                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]),
+                       TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
                        TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]), TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]));
     }
 };
@@ -187,13 +191,20 @@ struct SharedWgmma<256> {
                        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
                        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
                        "%128, %129", "%130", "%131",
-                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
-                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]), TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
-                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]), TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
-                       TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]), TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]),
-                       TILERANK_SUMS(sums[16]), TILERANK_SUMS(sums[17]), TILERANK_SUMS(sums[18]), TILERANK_SUMS(sums[19]),
-                       TILERANK_SUMS(sums[20]), TILERANK_SUMS(sums[21]), TILERANK_SUMS(sums[22]), TILERANK_SUMS(sums[23]),
-                       TILERANK_SUMS(sums[24]), TILERANK_SUMS(sums[25]), TILERANK_SUMS(sums[26]), TILERANK_SUMS(sums[27]),
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]),
+                       TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
+                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
+                       TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
+                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]),
+                       TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
+                       TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]),
+                       TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]),
+                       TILERANK_SUMS(sums[16]), TILERANK_SUMS(sums[17]),
+                       TILERANK_SUMS(sums[18]), TILERANK_SUMS(sums[19]),
+                       TILERANK_SUMS(sums[20]), TILERANK_SUMS(sums[21]),
+                       TILERANK_SUMS(sums[22]), TILERANK_SUMS(sums[23]),
+                       TILERANK_SUMS(sums[24]), TILERANK_SUMS(sums[25]),
+                       TILERANK_SUMS(sums[26]), TILERANK_SUMS(sums[27]),
                        TILERANK_SUMS(sums[28]), TILERANK_SUMS(sums[29]), TILERANK_SUMS(sums[30]), TILERANK_SUMS(sums[31]));
     }
 };
@@ -202,7 +213,8 @@ struct SharedWgmma<256> {
 #undef TILERANK_WGMMA_TYPED
 #undef TILERANK_SUMS
 
-// sums (64 x N, fp32) = a b, or += a b where add_flag is not 0. a: 64 x 16, its rows in shared memory; b as in wgmma_k16.
+// sums (64 x N, fp32) = a b, or += a b where add_flag is not 0. a: 64 x 16, its rows in shared memory; b as in
+// wgmma_k16.
 template <typename Element, int N, bool kTransposed>
 __device__ __forceinline__ void wgmma_shared_k16(float (&sums)[N / 8][4], uint64_t a, uint64_t b, int add_flag) {
     SharedWgmma<N>::template run<Element, kTransposed>(sums, a, b, add_flag);

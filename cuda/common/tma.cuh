@@ -105,11 +105,13 @@ __device__ __forceinline__ void cluster_sync() {
     TILERANK_HOPPER("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Arrives at this barrier of another block of the cluster, or of the own one.
+// Arrives at this barrier of another block of the cluster, or of the own one: the caller has no more use for what a copy
+// may overwrite. It publishes nothing that the caller wrote; releasing that to the cluster would wait for every store to
+// global memory under way, at each arrival.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
     TILERANK_HOPPER(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(barrier)),
         "r"(rank)
         : "memory");
 }

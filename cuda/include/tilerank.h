@@ -291,6 +291,28 @@ typedef struct tilerank_embedding_params {
     int64_t out_stride;      /* at least width where there is more than one row */
 } tilerank_embedding_params;
 
+/* Attention from one token of each packed sequence, as a classifier's needs it (cuda/token_attention/reference.cc):
+ *   out[s,h,:] = sum over keys j of sequence s of softmax_j(scale * <q[s,h,:], k[j,h,:]>) * v[j,h,:]
+ * Sequence s has the keys cu_seqlens_k[s] .. cu_seqlens_k[s+1]-1, clamped as in tilerank_attention_varlen_params; without
+ * any its row is zeros. The last dimension is contiguous. Fill the struct with zeros first, then set what is needed. */
+typedef struct tilerank_token_attention_params {
+    const void* q; /* [batch, heads, head_dim] */
+    const void* k; /* [total_k, heads, head_dim] */
+    const void* v;
+    void* out;                   /* [batch, heads, head_dim]; must not overlap an input */
+    const int32_t* cu_seqlens_k; /* [batch + 1], contiguous, on the variant's device */
+    int32_t dtype;               /* TILERANK_FP32, FP16 or BF16: of q, k, v and out */
+    double scale;                /* factor on the scores, usually 1/sqrt(head_dim); finite */
+    int64_t batch;               /* number of sequences, >= 0 */
+    int64_t heads;               /* >= 1 */
+    int64_t head_dim;            /* 1 to TILERANK_MAX_HEAD_DIM */
+    int64_t total_k;             /* rows of k and v, >= 0 */
+    int64_t q_strides[2];        /* elements between heads, rows */
+    int64_t k_strides[2];
+    int64_t v_strides[2];
+    int64_t out_strides[2];
+} tilerank_token_attention_params;
+
 /* TILERANK_ABI_VERSION of the library. A caller whose header says otherwise must not call on. */
 TILERANK_API int32_t tilerank_abi_version(void);
 
@@ -318,11 +340,13 @@ TILERANK_API const tilerank_variant* tilerank_layernorm_variant(int32_t index);
 TILERANK_API int32_t tilerank_block_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_block_variant(int32_t index);
 
-/* And for those of the linear layer and of the embeddings. */
+/* And for those of the linear layer, of the embeddings, and of attention from one token a sequence. */
 TILERANK_API int32_t tilerank_linear_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_linear_variant(int32_t index);
 TILERANK_API int32_t tilerank_embedding_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_embedding_variant(int32_t index);
+TILERANK_API int32_t tilerank_token_attention_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_token_attention_variant(int32_t index);
 
 /* Bytes of workspace that the call below needs for these parameters (often 0).
  * variant: a name from the list above.
@@ -366,6 +390,14 @@ TILERANK_API tilerank_status tilerank_linear_workspace_size(const char* variant,
                                                             size_t* bytes);
 TILERANK_API tilerank_status tilerank_linear(const char* variant, const tilerank_linear_params* params, void* workspace,
                                              size_t workspace_bytes, void* stream);
+
+/* The same for attention from one token a sequence. */
+TILERANK_API tilerank_status tilerank_token_attention_workspace_size(const char* variant,
+                                                                     const tilerank_token_attention_params* params,
+                                                                     size_t* bytes);
+TILERANK_API tilerank_status tilerank_token_attention(const char* variant,
+                                                      const tilerank_token_attention_params* params, void* workspace,
+                                                      size_t workspace_bytes, void* stream);
 
 /* The same for embeddings. */
 TILERANK_API tilerank_status tilerank_embedding_workspace_size(const char* variant,

@@ -1,6 +1,6 @@
 // Rows of x stay in registers, 64 a warpgroup, while the weights stream past them through a ring, each part fetched once
 // for the two blocks of a cluster. Of the factors only the weights are read from shared memory: with both there, products
-// and copies want more than it gives. A group ends a tile (bias, GELU, stores) while the other one multiplies.
+// and copies want more than it gives. Groups multiply in turn: one ends its tile (bias, GELU, stores) meanwhile.
 // Prediction: 26 us for 16,830 rows, 384 -> 1536 with GELU, from 79 as two kernels: 3,072 cycles a tile on the tensor
 //   cores, 12 tiles a block, 21 us; start and end 5. 384 -> 1152: 20 us from 33.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
@@ -16,7 +16,7 @@ constexpr int kTile = 128;        // rows and columns of a tile
 constexpr int kPartColumns = 64;  // of depth
 constexpr int kPartBytes = kTile * kPartColumns * 2;
 constexpr int kRing = 14;  // parts of the weights
-constexpr int kSharedBytes = kRing * kPartBytes + 2 * kRing * 8;
+constexpr int kSharedBytes = kRing * kPartBytes + 2 * kRing * 8 + 2 * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* ring
 
 template <typename Element, int kParts, bool kGelu>
 __device__ __forceinline__ void compute(const Problem& problem, const unsigned char* ring, uint64_t* full,
-                                        uint64_t* empty, int rank, int group, int warp, int lane) {
+                                        uint64_t* empty, uint64_t* turns, int rank, int group, int warp, int lane) {
     const Range range = units_of(problem);
     if (problem.overlap) wait_for_previous();
     const uint32_t ring_begin = shared_address(ring) / 16;
@@ -86,9 +86,18 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
                 }
             }
         }
-        const int first_column = unit % problem.column_tiles * kTile;
+        const int column = unit % problem.column_tiles * kTile + lane % 4 * 8;
+        // Before the product: behind it, each load would wait for the stores in front of it.
+        uint4 bias[kTile / 32] = {};
+        if (problem.bias != nullptr) {
+#pragma unroll
+            for (int block = 0; block < kTile / 32; ++block) {
+                bias[block] = load_vector<uint4>(static_cast<const Element*>(problem.bias) + column + block * 32);
+            }
+        }
         Fragment sums[kTile / 8];
         int last_slot = 0;
+        barrier_wait(&turns[group], (unit - range.begin + group + 1) & 1);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
             barrier_wait(&full[slot], turn & 1);
@@ -107,31 +116,22 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
             last_slot = slot;
             if (++slot == kRing) slot = 0, ++turn;
         }
+        if (lane == 0) barrier_arrive(&turns[1 - group]);
         wgmma_wait<0>();
         if (lane < 2) barrier_arrive_at(&empty[last_slot], lane);
 
         // A quad's four threads have eight neighbouring columns of every 32 each: see TILERANK_FORMAT_INTERLEAVED.
-        const int column = first_column + lane % 4 * 8;
-        const Element* bias = static_cast<const Element*>(problem.bias);
 #pragma unroll
         for (int block = 0; block < kTile / 32; ++block) {
-            float bias8[8] = {};
-            if (bias != nullptr) {
-                const uint4 packed = load_vector<uint4>(bias + column + block * 32);
-                const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 both = unpack16<Element>(words[i]);
-                    bias8[2 * i] = both.x, bias8[2 * i + 1] = both.y;
-                }
-            }
+            const uint32_t terms[4] = {bias[block].x, bias[block].y, bias[block].z, bias[block].w};
 #pragma unroll
             for (int low = 0; low < 2; ++low) {
                 uint32_t words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float first = sums[block * 4 + i][low * 2] + bias8[2 * i];
-                    float second = sums[block * 4 + i][low * 2 + 1] + bias8[2 * i + 1];
+                    const float2 term = unpack16<Element>(terms[i]);
+                    float first = sums[block * 4 + i][low * 2] + term.x;
+                    float second = sums[block * 4 + i][low * 2 + 1] + term.y;
                     if (kGelu) first = gelu_approx(first), second = gelu_approx(second);
                     words[i] = pack16<Element>(first, second);
                 }
@@ -151,6 +151,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     unsigned char* ring = aligned_shared();
     uint64_t* full = reinterpret_cast<uint64_t*>(ring + kRing * kPartBytes);
     uint64_t* empty = full + kRing;
+    uint64_t* turns = empty + kRing;  // of each group to multiply
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int rank = cluster_rank();
     if (threadIdx.x == 0) {
@@ -158,6 +159,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
             barrier_init(&full[slot], 1);
             barrier_init(&empty[slot], 2 * 2 * kWarps);
         }
+        barrier_init(&turns[0], kWarps);
+        barrier_init(&turns[1], kWarps);
         fence_barrier_init();
     }
     cluster_sync();
@@ -168,7 +171,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         __syncwarp();
     } else {
         take_registers<232>();
-        compute<Element, kParts, kGelu>(problem, ring, full, empty, rank, warp / kWarps - 1, warp % kWarps, lane);
+        compute<Element, kParts, kGelu>(problem, ring, full, empty, turns, rank, warp / kWarps - 1, warp % kWarps, lane);
     }
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
 }

@@ -15,13 +15,13 @@ namespace row_layernorm {
 constexpr int kRows = 128;
 constexpr int kColumns = 384;
 constexpr int kHalf = kColumns / 2;  // columns of one product, and rows of the weights that one block fetches
-constexpr int kDepth = 32;           // of a stage
+constexpr int kDepth = 64;           // of a stage
 constexpr int kRowBytes = kDepth * 2;
 constexpr int kXBytes = kRows * kRowBytes;
 constexpr int kWeightBytes = kColumns * kRowBytes;
 constexpr int kStageBytes = kXBytes + kWeightBytes;
-constexpr int kStages = 7;
-// After the product the residual takes the same way, kStageColumns columns a stage.
+constexpr int kStages = 3;
+// After the product the residual takes the same way, up to kStageColumns columns a stage.
 constexpr int kStageColumns = kStageBytes / kXBytes * kDepth;
 constexpr int kVectorBytes = kColumns * 2;  // bias, gamma or beta
 constexpr int kSharedBytes = kStages * kStageBytes + 3 * kVectorBytes + 2 * kStages * 8;
@@ -47,9 +47,9 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* stag
                                      int rank) {
     const int row = static_cast<int>(blockIdx.x) * kRows;
     int stage = 0, turn = 0;
-    const auto next = [&] {
+    const auto next = [&](int bytes) {
         if (turn > 0) barrier_wait(&empty[stage], (turn - 1) & 1);
-        barrier_expect(&full[stage], kStageBytes);
+        barrier_expect(&full[stage], bytes);
         return stages + stage * kStageBytes;
     };
     const auto advance = [&] {
@@ -71,14 +71,15 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* stag
         advance();
     }
     for (int part = early; part < problem.parts; ++part) {
-        unsigned char* x = next();
+        unsigned char* x = next(kStageBytes);
         copy_weight(x, part, stage);
         copy_box(x, &problem.x, &full[stage], part * kDepth, row);
         advance();
     }
     for (int column = 0; column < kColumns; column += kStageColumns) {
-        unsigned char* residual = next();
-        for (int part = 0; part < kStageColumns / kDepth; ++part) {
+        const int parts = min(kStageColumns, kColumns - column) / kDepth;
+        unsigned char* residual = next(parts * kXBytes);
+        for (int part = 0; part < parts; ++part) {
             copy_box(residual + part * kXBytes, &problem.residual, &full[stage], column + part * kDepth, row);
         }
         advance();
@@ -104,40 +105,38 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
     const uint32_t begin = shared_address(stages) / 16;
     const int row = group * 64 + warp * 16 + lane / 4;  // and eight below
     Fragment sums[2][kHalf / 8];
-    uint32_t a[2][2][4];  // of two stages, the fragments of each step: see TILERANK_FORMAT_INTERLEAVED
+    uint32_t a[2][2][4];  // of half a stage each, the fragments of a step: see TILERANK_FORMAT_INTERLEAVED
     int stage = 0, turn = 0, last_stage = 0;
-    const auto multiply = [&](uint32_t(&terms)[2][4], bool is_first) {
+    for (int part = 0; part < problem.parts; ++part) {
         barrier_wait(&full[stage], turn & 1);
         const unsigned char* x = stages + stage * kStageBytes;
-#pragma unroll
-        for (int low = 0; low < 2; ++low) {
-            const uint4 eight = load_vector<uint4>(x + swizzled_offset<kRowBytes>(row + low * 8, lane % 4 * 16));
-            terms[0][low] = eight.x, terms[0][low + 2] = eight.y;
-            terms[1][low] = eight.z, terms[1][low + 2] = eight.w;
-        }
         const uint32_t weight = begin + (stage * kStageBytes + kXBytes) / 16;
-        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kDepth / 16; ++step) {
+        for (int side = 0; side < 2; ++side) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                wgmma_k16<Element, kHalf, false>(
-                    sums[half], terms[step],
-                    tile_descriptor<kRowBytes>(weight + half * (kWeightBytes / 2 / 16) + step * 2, 1),
-                    !is_first || step > 0);
+            for (int low = 0; low < 2; ++low) {
+                const uint4 eight =
+                    load_vector<uint4>(x + swizzled_offset<kRowBytes>(row + low * 8, side * 64 + lane % 4 * 16));
+                a[side][0][low] = eight.x, a[side][0][low + 2] = eight.y;
+                a[side][1][low] = eight.z, a[side][1][low + 2] = eight.w;
             }
-        }
-        wgmma_commit();
-        if (!is_first) {
-            wgmma_wait<1>();
-            if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    wgmma_k16<Element, kHalf, false>(
+                        sums[half], a[side][step],
+                        tile_descriptor<kRowBytes>(weight + half * (kWeightBytes / 2 / 16) + side * 4 + step * 2, 1),
+                        part > 0 || side > 0 || step > 0);
+                }
+            }
+            wgmma_commit();
+            if (side > 0 || part > 0) wgmma_wait<1>();
+            if (side == 0 && part > 0 && lane < 2) barrier_arrive_at(&empty[last_stage], lane);
         }
         last_stage = stage;
         if (++stage == kStages) stage = 0, ++turn;
-    };
-    for (int part = 0; part < problem.parts; part += 2) {
-        multiply(a[0], part == 0);
-        multiply(a[1], false);
     }
     wgmma_wait<0>();
     if (lane < 2) barrier_arrive_at(&empty[last_stage], lane);
@@ -151,12 +150,13 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
             if (block > 0 && ++stage == kStages) stage = 0, ++turn;
             barrier_wait(&full[stage], turn & 1);
         }
-        const unsigned char* residual = stages + stage * kStageBytes + block % kBlocks * kXBytes;
+        // Parts of kDepth columns, two blocks each.
+        const unsigned char* residual = stages + stage * kStageBytes + block % kBlocks / 2 * kXBytes;
         float bias[8], values[8];
         unpack8<Element>(bias, vectors + block * 64 + lane % 4 * 16);
 #pragma unroll
         for (int low = 0; low < 2; ++low) {
-            unpack8<Element>(values, residual + swizzled_offset<kRowBytes>(row + low * 8, lane % 4 * 16));
+            unpack8<Element>(values, residual + swizzled_offset<kRowBytes>(row + low * 8, block % 2 * 64 + lane % 4 * 16));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float& sum = sums[block / 6][block % 6 * 4 + i / 2][low * 2 + i % 2];
@@ -257,9 +257,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: columns is %lld; it serves: %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % (2 * kDepth) != 0 || args.depth > INT32_MAX / 2) {
+    if (args.depth % kDepth != 0 || args.depth > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), 2 * kDepth);
+                      static_cast<long long>(args.depth), kDepth);
     }
     if (args.rows > INT32_MAX / 2) {
         return refuse(TILERANK_UNSUPPORTED, "variant row_layernorm: rows is %lld; it serves: up to %d",

@@ -14,13 +14,12 @@ namespace split_rows {
 
 constexpr int kRows = 128;
 constexpr int kColumns = 192;
-constexpr int kDepth = 32;  // of a stage
-constexpr int kXBytes = kRows * kDepth * 4;
-constexpr int kTermRowBytes = kDepth * 2;
-constexpr int kTermBytes = kColumns * kTermRowBytes;  // high or low terms of the weights
+constexpr int kDepth = 64;  // of a stage, and of one sum
+constexpr int kXPartBytes = kRows * 128;  // 32 columns of x
+constexpr int kXBytes = kDepth / 32 * kXPartBytes;
+constexpr int kTermBytes = kColumns * kDepth * 2;  // high or low terms of the weights
 constexpr int kStageBytes = kXBytes + 2 * kTermBytes;
-constexpr int kStages = 5;
-constexpr int kTogether = 2;  // stages of one sum
+constexpr int kStages = 2;
 constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8;
 constexpr int kThreads = 3 * 128;
 constexpr int kWarps = 4;  // of a group
@@ -63,7 +62,9 @@ __device__ __forceinline__ void load(const Problem& problem, unsigned char* stag
             if (turn > 0) barrier_wait(&empty[stage], (turn - 1) & 1);
             barrier_expect(&full[stage], kStageBytes);
             unsigned char* x = stages + stage * kStageBytes;
-            copy_box(x, &problem.x, &full[stage], depth, row);
+            for (int part = 0; part < kDepth / 32; ++part) {
+                copy_box(x + part * kXPartBytes, &problem.x, &full[stage], depth + part * 32, row);
+            }
             unsigned char* weight = x + kXBytes + rank * (kTermBytes / 2);
             copy_box_to_cluster(weight, &problem.weight, &full[stage], depth, column, 3);
             copy_box_to_cluster(weight + kTermBytes, &problem.weight, &full[stage], problem.depth + depth, column, 3);
@@ -90,55 +91,39 @@ __device__ __forceinline__ void compute(const Problem& problem, const unsigned c
     const int rows_of_lane = lane / 8 + (lane / 4 & 1) * 4;
     int stage = 0, turn = 0;
     for (int unit = range.begin; unit < range.end; ++unit) {
-        // A product's own sums are cut off, not rounded, at every step. So they begin anew every kTogether stages, and the
-        // totals are ordinary fp32 sums.
+        // A product's own sums are cut off, not rounded, at every step. So they begin anew with every stage, and the totals
+        // are ordinary fp32 sums.
         Fragment totals[kColumns / 8] = {};
         Fragment sums[kColumns / 8];
-        for (int depth = 0; depth < problem.depth; depth += kTogether * kDepth) {
-            Terms terms[kTogether * kSteps];
-            int stages_used[kTogether];
+        for (int depth = 0; depth < problem.depth; depth += kDepth) {
+            Terms terms[kSteps];
+            barrier_wait(&full[stage], turn & 1);
+            const unsigned char* x = stages + stage * kStageBytes;
 #pragma unroll
-            for (int part = 0; part < kTogether; ++part) {
-                barrier_wait(&full[stage], turn & 1);
-                const unsigned char* x = stages + stage * kStageBytes;
+            for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    Terms& a = terms[part * kSteps + step];
-#pragma unroll
-                    for (int low_rows = 0; low_rows < 2; ++low_rows) {
-                        const int row = group * 64 + warp * 16 + low_rows * 8 + rows_of_lane;
-                        const float4 four =
-                            load_vector<float4>(x + swizzled_offset<kDepth * 4>(row, step * 64 + lane % 4 * 16));
-                        const SplitPair first = split(four.x * problem.x_scale, four.y * problem.x_scale);
-                        const SplitPair second = split(four.z * problem.x_scale, four.w * problem.x_scale);
-                        a.high[low_rows] = first.high, a.low[low_rows] = first.low;
-                        a.high[low_rows + 2] = second.high, a.low[low_rows + 2] = second.low;
-                    }
+                for (int low_rows = 0; low_rows < 2; ++low_rows) {
+                    const int row = group * 64 + warp * 16 + low_rows * 8 + rows_of_lane;
+                    const float4 four = load_vector<float4>(
+                        x + step / 2 * kXPartBytes + swizzled_offset<128>(row, step % 2 * 64 + lane % 4 * 16));
+                    const SplitPair first = split(four.x * problem.x_scale, four.y * problem.x_scale);
+                    const SplitPair second = split(four.z * problem.x_scale, four.w * problem.x_scale);
+                    terms[step].high[low_rows] = first.high, terms[step].low[low_rows] = first.low;
+                    terms[step].high[low_rows + 2] = second.high, terms[step].low[low_rows + 2] = second.low;
                 }
-                stages_used[part] = stage;
-                if (++stage == kStages) stage = 0, ++turn;
             }
+            const uint32_t high = begin + (stage * kStageBytes + kXBytes) / 16, low = high + kTermBytes / 16;
             wgmma_fence();
 #pragma unroll
-            for (int part = 0; part < kTogether; ++part) {
-                const uint32_t high = begin + (stages_used[part] * kStageBytes + kXBytes) / 16;
-                const uint32_t low = high + kTermBytes / 16;
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    Terms& a = terms[part * kSteps + step];
-                    wgmma_k16<__half, kColumns, false>(sums, a.high, tile_descriptor<kTermRowBytes>(low + step * 2, 1),
-                                                       part > 0 || step > 0);
-                    wgmma_k16<__half, kColumns, false>(sums, a.low, tile_descriptor<kTermRowBytes>(high + step * 2, 1), 1);
-                    wgmma_k16<__half, kColumns, false>(sums, a.high, tile_descriptor<kTermRowBytes>(high + step * 2, 1),
-                                                       1);
-                }
+            for (int step = 0; step < kSteps; ++step) {
+                wgmma_k16<__half, kColumns, false>(sums, terms[step].high, tile_descriptor<128>(low + step * 2, 1), step > 0);
+                wgmma_k16<__half, kColumns, false>(sums, terms[step].low, tile_descriptor<128>(high + step * 2, 1), 1);
+                wgmma_k16<__half, kColumns, false>(sums, terms[step].high, tile_descriptor<128>(high + step * 2, 1), 1);
             }
             wgmma_commit();
             wgmma_wait<0>();
-#pragma unroll
-            for (int part = 0; part < kTogether; ++part) {
-                if (lane < 2) barrier_arrive_at(&empty[stages_used[part]], lane);
-            }
+            if (lane < 2) barrier_arrive_at(&empty[stage], lane);
+            if (++stage == kStages) stage = 0, ++turn;
 #pragma unroll
             for (int block = 0; block < kColumns / 8; ++block) {
 #pragma unroll
@@ -221,9 +206,9 @@ tilerank_status check_served(const LinearArgs& args) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: columns is %lld; it serves: multiples of %d",
                       static_cast<long long>(args.columns), kColumns);
     }
-    if (args.depth % (kTogether * kDepth) != 0 || args.depth > INT32_MAX / 4) {
+    if (args.depth % kDepth != 0 || args.depth > INT32_MAX / 4) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: depth is %lld; it serves: multiples of %d",
-                      static_cast<long long>(args.depth), kTogether * kDepth);
+                      static_cast<long long>(args.depth), kDepth);
     }
     // Units and rows are counted in 32 bits.
     if (args.rows > INT32_MAX / 2 || args.rows / (2 * kRows) * (args.columns / kColumns) > INT32_MAX / 2) {
@@ -246,7 +231,7 @@ tilerank_status linear_split_rows(const LinearArgs& args, void*, void* stream) {
     Problem problem{};
     if (!encode_tiles(&problem.x, args.x, TILERANK_FP32, args.rows, args.depth, args.x_stride, kRows) ||
         !encode_tiles(&problem.weight, args.weight, TILERANK_FP16, args.columns, 2 * args.depth, args.weight_stride,
-                      kColumns / 2, kTermRowBytes)) {
+                      kColumns / 2)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant split_rows: the driver refused a tensor map");
     }
     problem.bias = static_cast<const float*>(args.bias);

@@ -34,17 +34,21 @@ LinearNorm: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """x ``[rows, in]`` and residual ``[rows, out]``, which may be overwritten -> the normalised sum ``[rows, out]``."""
 Embed: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """ids, type ids and positions, int32 ``[rows]`` -> ``[rows, width]``."""
+TokenAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+"""q ``[sequences, heads, head_dim]`` of one token each, k and v ``[rows, heads, head_dim]``, the bounds of sequences in
+these, the longest, the scale -> ``[sequences, heads, head_dim]``."""
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 gelu: Activation = functional.gelu  # by the error function
 
-OWN_PRODUCTS = {
-    "fp32": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-    "fp16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-    "bf16": frozenset({"projection", "qkv", "kv", "out", "up", "down"}),
-}
-"""Precision -> parts whose product a kernel here ends sooner than cuBLASLt and what would follow it, measured on an
-H200 at 16,830 rows of width 384."""
+NORM = "vectorized"
+"""The variant of layer normalisation behind products that do not end with it."""
+
+OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
+"""Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
+
+OVERLAP = True
+"""Whether those kernels begin while the one before them ends; the weights here are complete long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,10 @@ class Parts(Protocol):
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """The sum of the embeddings, normalised."""
+        ...
+
+    def token_attention(self, attention: PackedAttention, head_dim: int) -> TokenAttention:
+        """Attention from one token a sequence; ``attention`` serves it where nothing was written for it."""
         ...
 
     def linear(
@@ -111,6 +119,21 @@ class TorchParts:
             return norm(found + functional.embedding(places, positions))
 
         return embed
+
+    def token_attention(self, attention: PackedAttention, head_dim: int) -> TokenAttention:
+        """See `Parts`."""
+        self.used["token_attention"] = attention.name
+        # Bounds of sequences of one token each, as many as a captured batch may have.
+        known = torch.arange(MOST_SEQUENCES + 1, dtype=torch.int32, device=self._device)
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
+        ) -> torch.Tensor:
+            count = len(q) + 1
+            own = known[:count] if count <= len(known) else torch.arange(count, dtype=known.dtype, device=known.device)
+            return attention.attend(q, k, v, own, bounds, 1, longest, scale)
+
+        return attend
 
     def linear(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
@@ -176,6 +199,18 @@ class KernelParts(TorchParts):
 
         return embed
 
+    def token_attention(self, attention: PackedAttention, head_dim: int) -> TokenAttention:
+        """See `Parts`."""
+        row = registry.get("warp_keys", "token_attention")
+        if not self._runs("token_attention", row.name) or head_dim not in (row.head_dims or ()):
+            return super().token_attention(attention, head_dim)
+        from tilerank.kernels import encoder_ops
+
+        self.used["token_attention"] = row.name
+        return lambda q, k, v, bounds, longest, scale: encoder_ops.token_attention(
+            q, k, v, bounds, scale, variant=row.name
+        )
+
     def linear(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor, activation: Activation | None, bound: Bound
     ) -> Linear:
@@ -184,7 +219,7 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         has_end = activation in (None, gelu)
-        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": True}
+        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": OVERLAP}
         has_end = has_end and self._multiplies(name)
         if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
@@ -213,30 +248,30 @@ class KernelParts(TorchParts):
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                options = {"variant": "row_layernorm", "overlap": True, "out": residual}
+                options = {"variant": "row_layernorm", "overlap": OVERLAP, "out": residual}
                 return encoder_ops.linear_norm(x, weights, *ends, **options)
 
             return in_one
-        if not self._runs("layernorm", "vectorized"):
+        if not self._runs("layernorm", NORM):
             return super().linear_norm(name, weight, bias, norm, bound)
         if own and self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
-            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": True}
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": OVERLAP}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
-            self.used[name] = "split_rows, vectorized"
+            self.used[name] = f"split_rows, {NORM}"
         else:
             multiply = functools.partial(functional.linear, weight=self._here(weight))
-            self.used[name] = "torch, vectorized"
+            self.used[name] = f"torch, {NORM}"
 
         def in_two(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
             ends = (residual, bias, gamma, beta, norm.eps)
-            return encoder_ops.layernorm(multiply(x), *ends, variant="vectorized", out=residual)
+            return encoder_ops.layernorm(multiply(x), *ends, variant=NORM, out=residual)
 
         return in_two
 
     def _multiplies(self, name: str) -> bool:
         """Whether the part's product is computed by a kernel here."""
-        return not self._few_rows and name in OWN_PRODUCTS.get(self._precision, ())
+        return not self._few_rows and name in OWN_PRODUCTS
 
     def _can_split(self, columns: int, depth: int, bound: Bound) -> bool:
         return (
@@ -342,10 +377,11 @@ class FusedModel:
         for layer in layers[:-1] if first_only else layers:
             self._layers.append(_layer(self.parts, layer, bound))
             bound = Bound.of_norm(layer.output.LayerNorm)
-        self._last = _last_layer(self.parts, few, layers[-1], bound) if first_only else None
+        self._last = self._attend_tokens = None
+        if first_only:
+            self._last = _last_layer(self.parts, few, layers[-1], bound)
+            self._attend_tokens = self.parts.token_attention(attention, self._head_dim)
         self._head = _head(model, device, PRECISIONS[precision])
-        # The bounds of sequences of one token each, as many as a captured batch may have.
-        self._singles = torch.arange(MOST_SEQUENCES + 1, dtype=torch.int32, device=device)
 
     def __call__(self, batch: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         """See the class."""
@@ -370,14 +406,9 @@ class FusedModel:
         k, v = self._by_head(layer.kv(x), 2)
         x = x.index_select(0, first)
         (q,) = self._by_head(layer.q(x), 1)
-        found = self._attend(q, k, v, self._bounds_of_singles(len(first)), bounds, 1, longest, self._head_dim**-0.5)
+        found = self._attend_tokens(q, k, v, bounds, longest, self._head_dim**-0.5)
         x = layer.out(found.flatten(1), x)
         return layer.down(layer.up(x), x)
-
-    def _bounds_of_singles(self, sequences: int) -> torch.Tensor:
-        if sequences < len(self._singles):
-            return self._singles[: sequences + 1]
-        return torch.arange(sequences + 1, dtype=torch.int32, device=self._singles.device)
 
     def _by_head(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """``[rows, count * heads * head_dim]`` -> count views ``[rows, heads, head_dim]``."""

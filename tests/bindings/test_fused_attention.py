@@ -10,6 +10,7 @@ import torch
 import tilerank
 from tests.kernels import block_reference
 from tests.kernels.block_reference import exact, make_inputs
+from tilerank.kernels import torch_block
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """What one rounding of the result may be off by, relative to a result of about 1."""
@@ -58,6 +59,21 @@ def test_weights_are_read_where_they_lie():
     assert torch.equal(run(inputs | {"x": strided}), run(inputs | {"x": strided.contiguous()}))
     tokens_first = inputs["x"].transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(run(inputs | {"x": tokens_first}), expected)
+
+
+def test_what_bulk_copies_cannot_read_is_copied_and_nothing_else():
+    """Rows that begin at odd addresses, batches whose rows are not equally far from each other, and rows repeated."""
+    x = torch.randn(2, 4, 16, dtype=torch.float16)
+    padded = torch.randn(2, 4, 24, dtype=torch.float16)
+    for tensor in (x, x[:1], padded[:, :, :16], padded[:, :, 8:], x[0], x[0, 0]):
+        assert torch_block._aligned(tensor) is tensor
+    longer = torch.randn(2, 6, 16, dtype=torch.float16)
+    odd = torch.randn(2, 4, 17, dtype=torch.float16)
+    for tensor in (longer[:, :4], x.transpose(0, 1), padded[:, :, 1:17], odd[:, :, :16], x[:, :1].expand(2, 4, 16)):
+        copy = torch_block._aligned(tensor)
+        assert copy is not tensor
+        assert torch.equal(copy, tensor)
+        assert copy.is_contiguous()
 
 
 def test_padding_never_leaks():

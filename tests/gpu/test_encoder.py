@@ -153,6 +153,24 @@ def test_embeddings(dtype: str, width: int) -> None:
     assert (found.double() - exact).abs().max() <= limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128])
+def test_attention_from_one_token(dtype: str, head_dim: int) -> None:
+    lengths = torch.tensor([1, 0, 31, 33, 512, 337, 3000], device="cuda")
+    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    k, v = draw(int(bounds[-1]), 2, 12, head_dim, seed=1, dtype=dtype).unbind(1)
+    q = draw(len(lengths), 12, head_dim, seed=2, dtype=dtype)
+    scale = head_dim**-0.5
+    found = encoder_ops.token_attention(q, k, v, bounds, scale, variant="warp_keys")
+    limit = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[dtype]
+    for s, (start, length) in enumerate(zip(bounds.tolist(), lengths.tolist(), strict=False)):
+        keys, values = (x[start : start + length].double() for x in (k, v))
+        weights = torch.einsum("hd,khd->hk", q[s].double(), keys).mul(scale).softmax(-1)
+        assert (found[s].double() - torch.einsum("hk,khd->hd", weights, values)).abs().max() <= limit, s
+    alone = encoder_ops.token_attention(q[4:5], k, v, bounds[4:6].contiguous(), scale, variant="warp_keys")
+    torch.testing.assert_close(alone[0], found[4], atol=0, rtol=0)
+
+
 def passages(count: int, longest: int = 400) -> list[str]:
     drawn = random.Random(0)
     return [" ".join(drawn.choices(WORDS, k=drawn.randint(1, longest))) for _ in range(count)]
@@ -233,5 +251,5 @@ def test_accelerate(cross_encoder_dir: Path, precision: str) -> None:
     assert ours.dtype == dtype
     own = (theirs.double() - exact).abs().max()
     if precision == "tf32":
-        own = max(own, torch.tensor(1e-2))  # the model itself ran in fp32
+        own = max(own, torch.tensor(2e-2))  # the model itself ran in fp32
     assert (ours.double() - exact).abs().max() <= 2 * own + 1e-5

@@ -66,8 +66,22 @@ def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.chosen(Shape(512, head_dim=128), "fp16", "cuda") == names["warpgroup_block"]
     assert block.chosen(Shape(512), "fp32", "cuda") == names["split_tf32"]
     assert block.chosen(Shape(512, width=1020), "fp16", "cuda") == names["two_launches"]
+    assert block.passed_over(Shape(512), "fp16", "cuda") == (names["two_launches"], names["warpgroup_block"])
+    assert block.passed_over(Shape(512), "fp32", "cuda") == ()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert block.chosen(Shape(512), "bf16", "cuda") == names["two_launches"]
+
+
+def test_rows_record() -> None:
+    lengths = {
+        128: {"variant": "quick", "us": 20.0, "other_rows_us": {"slow": 40.0}},
+        512: {"variant": "quick", "failure": "no", "other_rows_us": {"slow": 90.0}},
+        4096: {"variant": "quick", "us": 700.0},
+    }
+    assert block.rows_record(lengths) == {
+        "quick": {"tokens_128_us": 20.0, "tokens_4096_us": 700.0},
+        "slow": {"tokens_128_us": 40.0, "tokens_512_us": 90.0},
+    }
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])

@@ -153,6 +153,40 @@ def test_embeddings(library_of: str, dtype: str, width: int, with_types: bool) -
             assert (error <= (ROUNDING[dtype] + 2.0**-20) * expected.abs() + 2.0**-19).all(), float(error.max())
 
 
+# ---- Attention from one token a sequence ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 96, 128])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_attention_from_one_token(library_of: str, dtype: str, head_dim: int, shifted: bool) -> None:
+    """Sequences of lengths around what groups and warps take at once, none, and rows of one buffer as a product leaves
+    keys and values; the second half at addresses that are no multiple of 16 bytes."""
+    lengths = [1, 0, 2, 31, 32, 33, 65, 130, 5]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    total, heads = int(bounds[-1]), 3
+    wide = draw(total, 2, heads, head_dim + shifted, seed=1, dtype=dtype)[..., int(shifted) :]
+    k, v = wide.unbind(1)
+    q = draw(len(lengths), heads, head_dim, seed=2, dtype=dtype)
+    scale = head_dim**-0.5
+    expected = torch.zeros(q.shape, dtype=torch.double)
+    for s, (start, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+        keys, values = (x[start : start + length].double() for x in (k, v))
+        weights = torch.einsum("hd,khd->hk", q[s].double(), keys).mul(scale).softmax(-1)
+        expected[s] = torch.einsum("hk,khd->hd", weights, values)
+    for variant in ["reference"] if library_of == "cpu" else ["warp_keys"]:
+        found = encoder_ops.token_attention(q, k, v, bounds, scale, variant=variant)
+        assert not found[1].any(), "a sequence without keys"
+        error = (found.double() - expected).abs()
+        assert (
+            error <= ROUNDING[dtype] * expected.abs() * (1 + 1e-9) + (2.0**-25 if variant == "reference" else 2e-6)
+        ).all()
+    beyond = bounds.clone()
+    beyond[-1] += 1000
+    found = encoder_ops.token_attention(q, k, v, beyond, scale, variant=variant)
+    assert torch.isfinite(found).all(), "bounds are clamped to the keys there are"
+
+
 # ---- Refusals ----
 
 
@@ -176,6 +210,14 @@ def test_what_does_not_fit_is_refused(cpu: None) -> None:
     with pytest.raises(ValueError, match="no linear variant is called 'quick'; there are: reference"):
         encoder_ops.linear(x, weights, None, variant="quick")
     ids = torch.zeros(3, dtype=torch.int64)
+    bounds = torch.zeros(2, dtype=torch.int32)
+    heads = draw(1, 2, 8, seed=1)
+    with pytest.raises(ValueError, match=r"k has shape \(1, 2, 8\); expected \(1, 1, 8\)"):
+        encoder_ops.token_attention(heads[:, :1], heads, heads, bounds, 1.0, variant="reference")
+    with pytest.raises(ValueError, match=r"cu_seqlens_k is torch\.int32 \(1,\); expected torch\.int32 \(2,\)"):
+        encoder_ops.token_attention(heads, heads, heads, bounds[:1], 1.0, variant="reference")
+    with pytest.raises(KernelError, match="scale is inf; it must be finite"):
+        encoder_ops.token_attention(heads, heads, heads, bounds, float("inf"), variant="reference")
     with pytest.raises(ValueError, match=r"ids is torch\.int64"):
         encoder_ops.embedding(ids, ids, None, x, x, None, x[0], x[0], 0.0, variant="reference")
 

@@ -220,6 +220,7 @@ FULL = {
                 "128": {"us": 31.0, "launches": 2, "unfused_us": 45.0, "unfused_launches": 7, "variant": "mma", **PEER}
             }
         },
+        "block_rows": {"fp16": {"mma": {"tokens_128_us": 31.0, "tokens_4096_us": 990.0}}},
         "layernorm": {"welford": {"rows_512_us": 4.1, "rows_512_torch_us": 4.3, "rows_16384_us": 21.0}},
         "bert_large": {
             "512": {

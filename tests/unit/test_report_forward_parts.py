@@ -11,6 +11,7 @@ from tilerank.report.forward_parts import PAGE, TABLE, parts_pictures, parts_tab
 PROVENANCE = {"gpu": "NVIDIA H200", "commit": "feedfacefeedface", "dirty": False, "time": "2026-11-30T00:00:00"}
 PARTS = {
     "used": {"qkv": "resident_rows"},
+    "unknown": "what follows us is no part",
     "attention": {"us": 300.0, "launches": 5, "floor_us": 100.0},
     "feed-forward up": {"us": 100.0, "launches": 5, "floor_us": 80.0},
 }

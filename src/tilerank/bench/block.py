@@ -32,10 +32,13 @@ from tilerank.kernel_choices import Call
 from tilerank.kernels import build, library, registry
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+FEWER_LENGTHS = (128, 512, 4096)
+"""Of the precisions beside fp16 in a record, which takes less than a minute so."""
+
 RECORD_LENGTH = 512
 """Whose figures stand as ``block.<precision>``: the most that BERT takes."""
 
-MAX_ROUNDS = 15
+MAX_ROUNDS = 11
 """Rounds a length: the longest take milliseconds in fp32."""
 
 UNFUSED = "unfused"
@@ -146,14 +149,24 @@ def calls(on_cpu: bool) -> tuple[Call, ...]:
     return call_of(Shape(RECORD_LENGTH)), *(Call("layernorm", "packed", variant=name) for name in normalizations)
 
 
-def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
-    """The row that ``auto`` takes for this call on this machine."""
+def _request(shape: Shape, precision: str, device: str) -> registry.Request:
     sm = 0
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         sm = 10 * major + minor
-    request = call_of(shape).request(sm, precision, shape.head_dim, shape.tokens)
-    return registry.select(request, registry.rows_of("block")).row
+    return call_of(shape).request(sm, precision, shape.head_dim, shape.tokens)
+
+
+def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
+    """The row that ``auto`` takes for this call on this machine."""
+    return registry.select(_request(shape, precision, device), registry.rows_of("block")).row
+
+
+def passed_over(shape: Shape, precision: str, device: str) -> tuple[registry.Row, ...]:
+    """The other rows that serve this call on this machine, in ladder order."""
+    request, first = _request(shape, precision, device), chosen(shape, precision, device)
+    rows = registry.rows_of("block")
+    return tuple(row for row in rows if row != first and registry.refusal(row, request) is None)
 
 
 def block_call(lib: library.Library, row: registry.Row, inputs: Inputs) -> tuple[Callable[[], torch.Tensor], Any]:
@@ -213,12 +226,13 @@ def check_precision(precision: str, shapes: Sequence[Shape] = CHECK_SHAPES) -> d
 
 
 def time_precision(
-    precision: str, settings: TimingSettings, lengths: Sequence[int] = LENGTHS
+    precision: str, settings: TimingSettings, lengths: Sequence[int] | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Length -> its record, on this machine's GPU."""
-    return {
-        tokens: time_shape(Shape(tokens), precision, settings, min(settings.rounds, MAX_ROUNDS)) for tokens in lengths
-    }
+    """Length -> its record, on this machine's GPU. lengths: all of them for fp16 and some for others, unless given."""
+    if lengths is None:
+        lengths = LENGTHS if precision == "fp16" else FEWER_LENGTHS
+    rounds = min(settings.rounds, MAX_ROUNDS)
+    return {tokens: time_shape(Shape(tokens), precision, settings, rounds) for tokens in lengths}
 
 
 def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: int) -> dict[str, Any]:
@@ -232,12 +246,14 @@ def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: i
         plain = _unfused_call(inputs)
         plain()
         unfused_launches = len(timing.launches(plain).kernels)
+        others = passed_over(shape, precision, "cuda")
         cases = [
             Case(row.name, run, inputs.error, inputs.tolerance(OURS_FACTOR), lambda: out.fill_(math.nan)),
+            *(_row_case(other, inputs) for other in others),
             Case(UNFUSED, plain, inputs.error, inputs.tolerance(PEER_FACTOR)),
             *(Case(name, peer, inputs.error, inputs.tolerance(PEER_FACTOR)) for name, peer in _backends(inputs)),
         ]
-        ours, *peers = measure(
+        ours, *rest = measure(
             cases,
             EventClock(settings.flush_mb),
             warmup=settings.warmup,
@@ -248,7 +264,26 @@ def time_shape(shape: Shape, precision: str, settings: TimingSettings, rounds: i
     record["unfused_max_abs_error"] = inputs.unfused_error
     if faults:
         return {**record, "failure": f"the timed closure {'; '.join(faults)}"}
-    return record | shape_record(ours, peers)
+    by_row = {each.name: 1e6 * each.spread.median for each in rest[: len(others)] if each.spread is not None}
+    return record | shape_record(ours, rest[len(others) :]) | ({"other_rows_us": by_row} if by_row else {})
+
+
+def _row_case(row: registry.Row, inputs: Inputs) -> Case:
+    run, out = block_call(library.load(), row, inputs)
+    return Case(row.name, run, inputs.error, inputs.tolerance(OURS_FACTOR), lambda: out.fill_(math.nan))
+
+
+def rows_record(lengths: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """``block_rows.<precision>``: variant -> microseconds at each length that it was timed at, ``auto``'s choice and
+    those it passed over, from the records of `time_precision`."""
+    rows: dict[str, dict[str, float]] = {}
+    for tokens, record in lengths.items():
+        timed = dict(record.get("other_rows_us", {}))
+        if "us" in record:
+            timed[record["variant"]] = record["us"]
+        for name, us in timed.items():
+            rows.setdefault(name, {})[f"tokens_{tokens}_us"] = us
+    return rows
 
 
 def kernel_pattern(row: registry.Row) -> str:

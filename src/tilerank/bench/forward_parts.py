@@ -26,8 +26,17 @@ EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
     "last layer and head",
 )
 
-# Kernels between two attentions, by how many there are: fused ends; LayerNorm, or also GELU, as kernels of their own.
-_BETWEEN = {4: (OUT, UP, DOWN, QKV), 6: (OUT, OUT, UP, DOWN, DOWN, QKV), 7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV)}
+# Kernels between two attentions, by how many there are: fused ends; GELU, LayerNorm, or both as kernels of their own.
+_BETWEEN = {
+    4: (OUT, UP, DOWN, QKV),
+    5: (OUT, UP, UP, DOWN, QKV),
+    6: (OUT, OUT, UP, DOWN, DOWN, QKV),
+    7: (OUT, OUT, UP, UP, DOWN, DOWN, QKV),
+}
+
+
+TOKEN_ATTENTION = "warp_keys::"
+"""In the name of the kernel that may stand for the last attention, from first tokens alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
 
     Raises `TilerankError` for an order that is not that of a fused pass.
     """
-    places = [number for number, name in enumerate(kernels) if attention in name]
+    places = [number for number, name in enumerate(kernels) if attention in name or TOKEN_ATTENTION in name]
     if len(places) < 2:
         raise TilerankError(f"{len(places)} kernels are called {attention!r}; a pass of two layers or more has as many")
     labels = [EMBEDDINGS] * (places[0] - 1) + [QKV]

@@ -7,6 +7,7 @@ leaves matrix products to cuBLASLt, where `max-autotune` takes a minute to choos
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -85,7 +86,8 @@ def _attention(
 
 
 class CapturedLibrary:
-    """The compiled model as a CUDA graph for batches of the shape, and the bounds, of ``batch``."""
+    """The model as a CUDA graph for batches of the shape, and the bounds, of ``batch``: compiled (``is_compiled``), or
+    as it is where the compiler fails."""
 
     def __init__(self, model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = False) -> None:
         self._input = batch.values.clone()
@@ -94,11 +96,19 @@ class CapturedLibrary:
         single = torch.arange(batch.sequences + 1, dtype=torch.int32, device=bounds.device)
         arguments = (ids, types, positions, bounds, single, first.long(), batch.longest)
         with torch.inference_mode():
-            body = torch.compile(PackedLibrary(model, first_only=first_only).eval())
+            plain = PackedLibrary(model, first_only=first_only).eval()
+            body = torch.compile(plain)
+            self.is_compiled = True
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(3):
+                try:
+                    for _ in range(3):
+                        body(*arguments)
+                except Exception as error:  # the compiler's own kinds, and those of what it runs
+                    reason = " ".join(str(error).split())[:200]
+                    warnings.warn(f"torch.compile does not serve the packed library ({reason})", stacklevel=2)
+                    body, self.is_compiled = plain, False
                     body(*arguments)
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()

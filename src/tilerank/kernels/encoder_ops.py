@@ -155,6 +155,43 @@ def layernorm(
     return out
 
 
+def token_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, scale: float, *, variant: str
+) -> torch.Tensor:
+    """Attention from one token of each packed sequence: q ``[N, H, D]``, k and v ``[T, H, D]`` -> ``[N, H, D]``.
+
+    cu_seqlens_k: int32 ``[N + 1]``, sequence s has keys cu_seqlens_k[s] to cu_seqlens_k[s + 1] - 1; clamped to what
+    there is. A sequence without keys gives zeros. Raises as `linear` does.
+    """
+    _, heads, head_dim = q.shape
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _check(name, tensor, q, (q.shape[0] if name == "q" else k.shape[0], heads, head_dim))
+    expected = (q.shape[0] + 1,)
+    if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != expected or not cu_seqlens_k.is_contiguous():
+        given = f"{cu_seqlens_k.dtype} {tuple(cu_seqlens_k.shape)}"
+        raise ValueError(f"cu_seqlens_k is {given}; expected torch.int32 {expected}")
+    out = q.new_empty(q.shape)
+    params = library.TokenAttentionParams(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        out=out.data_ptr(),
+        cu_seqlens_k=cu_seqlens_k.data_ptr(),
+        dtype=_dtype_code(q.dtype),
+        scale=scale,
+        batch=q.shape[0],
+        heads=heads,
+        head_dim=head_dim,
+        total_k=k.shape[0],
+        q_strides=(q.stride(1), q.stride(0)),
+        k_strides=(k.stride(1), k.stride(0)),
+        v_strides=(v.stride(1), v.stride(0)),
+        out_strides=(out.stride(1), out.stride(0)),
+    )
+    torch_ops._call(torch_ops._library().token_attention, registry.get(variant, "token_attention"), params, q.device)
+    return out
+
+
 def embedding(
     ids: torch.Tensor,
     places: torch.Tensor,

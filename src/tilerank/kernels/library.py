@@ -185,8 +185,26 @@ class EmbeddingParams(ctypes.Structure):
     )
 
 
+class TokenAttentionParams(ctypes.Structure):
+    """tilerank_token_attention_params: attention from one token of each packed sequence. Strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "cu_seqlens_k")),
+        ("dtype", ctypes.c_int32),
+        ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "head_dim", "total_k")),
+        *((name, ctypes.c_int64 * 2) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),  # head, row
+    )
+
+
 Params: TypeAlias = (
-    AttentionParams | AttentionVarlenParams | LayernormParams | FusedAttentionParams | LinearParams | EmbeddingParams
+    AttentionParams
+    | AttentionVarlenParams
+    | TokenAttentionParams
+    | LayernormParams
+    | FusedAttentionParams
+    | LinearParams
+    | EmbeddingParams
 )
 
 
@@ -284,6 +302,7 @@ class Library:
             (FusedAttentionParams, "tilerank_fused_attention"),
             (LinearParams, "tilerank_linear"),
             (EmbeddingParams, "tilerank_embedding"),
+            (TokenAttentionParams, "tilerank_token_attention"),
         ):
             pointer = ctypes.POINTER(kind)
             self._run[kind] = self._function(
@@ -373,6 +392,14 @@ class Library:
     ) -> None:
         """Queue a linear layer and what follows it; otherwise as `attention`."""
         self._check(self._run[LinearParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
+
+    def token_attention(
+        self, variant: str, params: TokenAttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue attention from one token a sequence; otherwise as `attention`."""
+        self._check(
+            self._run[TokenAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
+        )
 
     def embedding(
         self, variant: str, params: EmbeddingParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0

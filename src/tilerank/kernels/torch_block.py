@@ -254,12 +254,14 @@ def _matrices(weights: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy where a row of it does not begin at a multiple of 16 bytes."""
+    """The tensor itself, or a copy where a row of it does not begin at a multiple of 16 bytes, or where the rows of a
+    batch are not equally far from each other."""
     element = tensor.element_size()
     strides = tensor.stride()[:-1]
-    if tensor.data_ptr() % _ALIGNMENT == 0 and all(stride * element % _ALIGNMENT == 0 for stride in strides):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    is_even = tensor.dim() < 3 or tensor.shape[0] == 1 or strides[0] == tensor.shape[1] * strides[1]
+    is_spread = tensor.dim() < 2 or strides[-1] >= tensor.shape[-1]  # not broadcast, not reversed
+    starts = tensor.data_ptr() % _ALIGNMENT == 0 and all(stride * element % _ALIGNMENT == 0 for stride in strides)
+    return tensor if starts and is_even and is_spread else tensor.clone(memory_format=torch.contiguous_format)
 
 
 # --- the operator --------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def _measured(summary: Summary) -> dict[str, dict[str, Mapping[str, Any]]]:
     found = {}
     for precision in PRECISIONS:
         parts = lookup(summary, f"forward.{precision}.parts") or {}
-        rows = {name: figures for name, figures in parts.items() if "us" in figures}
+        rows = {name: row for name, row in parts.items() if isinstance(row, Mapping) and "us" in row}
         if rows:
             found[precision] = rows
     return found

@@ -16,7 +16,18 @@ _LONGEST_NAME = 40
 
 SECTIONS = (
     *("workload", "profile", "ladder", "rungs", "attention", "drop_in", "forward", "rerank"),
-    *("quality", "memory", "checks", "block", "block_lengths", "layernorm", "bert_large", "micro", "tensorflow"),
+    *(
+        "quality",
+        "memory",
+        "checks",
+        "block",
+        "block_lengths",
+        "block_rows",
+        "layernorm",
+        "bert_large",
+        "micro",
+        "tensorflow",
+    ),
 )
 """The top-level keys of the summary. What else a record holds (digests, recipes) is its own business.
 

@@ -547,6 +547,18 @@ TABLES = (
         entries=keyed_twice,
     ),
     TableSpec(
+        "block_rows",
+        "Every variant of the fused attention block",
+        "bench_block",
+        "precision and variant",
+        tuple(
+            Column(f"{tokens:,} tokens, µs", f"tokens_{tokens}_us", short)
+            for tokens in (128, 256, 512, 1024, 2048, 4096)
+        ),
+        "Timed beside one another in one process, as the table above.",
+        entries=keyed_twice,
+    ),
+    TableSpec(
         "layernorm",
         "Layer normalisation",
         "bench_block",

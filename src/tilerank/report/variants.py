@@ -14,7 +14,7 @@ from tilerank.kernels.registry import MAX_HEAD_DIM, Row, attention_rows, rows_of
 from tilerank.report.analysis import devices_table
 from tilerank.report.markers import update_markers
 
-PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md", "docs/block.md")
+PAGES = ("docs/kernels.md", "docs/ladder.md", "docs/analysis.md", "docs/block.md", "docs/encoder.md")
 """Where the tables stand."""
 
 
@@ -45,6 +45,9 @@ def doc_tables(rows: Sequence[Row]) -> dict[str, str]:
         "block_predictions": predictions_table(block),
         "layernorm_variants": variants_table(layernorm),
         "layernorm_predictions": predictions_table(layernorm),
+        "linear_predictions": predictions_table(rows_of("linear")),
+        "embedding_predictions": predictions_table(rows_of("embedding")),
+        "token_attention_predictions": predictions_table(rows_of("token_attention")),
     }
 
 

@@ -88,7 +88,8 @@ void compare(const std::string& name, Rows& result, Rows& expected, Tally* tally
             const double wanted = expected.get(row, column);
             const double share = std::fabs(value - wanted) / limit_of(result.dtype, wanted);
             if (!(share <= 1.0)) {  // NaN too
-                std::printf("{\"case\": \"%s\", \"row\": %lld, \"column\": %lld, \"is\": %g, \"the reference says\": %g}\n",
+                std::printf("{\"case\": \"%s\", \"row\": %lld, \"column\": %lld, \"is\": %g, "
+                            "\"the reference says\": %g}\n",
                             name.c_str(), static_cast<long long>(row), static_cast<long long>(column),
                             static_cast<double>(value), wanted);
                 ++tally->failed;
@@ -227,7 +228,9 @@ void check_case(const tilerank_variant& row, int32_t dtype, const BlockCase& c, 
     x.fill(random, 0.5f, 1.0f);
     residual.fill(random, 0.0f, 1.0f);
     std::vector<int32_t> lengths;
-    for (int64_t b = 0; b < c.batch; ++b) lengths.push_back(static_cast<int32_t>(b % 3 == 2 ? 0 : c.tokens - c.tokens * b / 3));
+    for (int64_t b = 0; b < c.batch; ++b) {
+        lengths.push_back(static_cast<int32_t>(b % 3 == 2 ? 0 : c.tokens - c.tokens * b / 3));
+    }
     for (Rows* each : {&x, &residual, &out}) each->guard();
 
     tilerank_fused_attention_params params = {};
@@ -332,7 +335,9 @@ int main(int argc, char** argv) {
         ++checked;
         failed += tally.failed;
     };
-    for (int32_t i = 0; i < tilerank_layernorm_variant_count(); ++i) check_row("layernorm", *tilerank_layernorm_variant(i));
+    for (int32_t i = 0; i < tilerank_layernorm_variant_count(); ++i) {
+        check_row("layernorm", *tilerank_layernorm_variant(i));
+    }
     for (int32_t i = 0; i < tilerank_block_variant_count(); ++i) check_row("block", *tilerank_block_variant(i));
     if (checked == 0) stop("no variant to check: " + (only.empty() ? operation : only));
     return failed == 0 ? 0 : 1;
