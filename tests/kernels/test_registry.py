@@ -403,3 +403,11 @@ def test_auto_takes_the_row_of_the_call_s_own_dtype_and_gpu() -> None:
     assert [chosen(sm, "bf16") for sm in (75, 80, 90, 100)] == ["anything", "half", "half", "half"]
     assert [chosen(sm, "fp16", layout="packed") for sm in (75, 90, 100)] == ["anything", "hopper", "anything"]
     assert chosen(90, "fp16", head_dim=33) == "anything"
+
+
+def test_auto_keeps_to_the_head_dims_that_a_row_is_preferred_for() -> None:
+    wide = replace(NARROW, name="wide", rung=9, auto_head_dims=(64,))
+    selection = select(replace(REQUEST, head_dim=32), (ANYTHING, NARROW, wide))
+    assert selection.row.name == "narrow"
+    assert "wide: head_dim is 32; auto takes it for: 64" in selection.reason
+    assert select(replace(REQUEST, head_dim=64), (ANYTHING, NARROW, wide)).row.name == "wide"

@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
 _OPTIONAL = (
-    *("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt"),
+    *("max_k_len", "workspace", "auto", "auto_head_dims", "preference", "timed_layout", "host_exempt"),
     *("products", "dtype_min_sm", "max_sm", "width_multiple"),
 )
 
@@ -45,6 +45,7 @@ class Row:
     max_k_len: int | None = None
     workspace: bool = False
     auto: bool = True
+    auto_head_dims: tuple[int, ...] | None = None  # None: all that it serves
     preference: int | None = None  # None: the rung
     timed_layout: str = "padded"
     host_exempt: str | None = None
@@ -126,6 +127,15 @@ def _products(where: str, values: Mapping[str, Any]) -> str:
     return products
 
 
+def _auto_head_dims(where: str, values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    dims, served = values.get("auto_head_dims"), values["head_dims"]
+    if dims is None:
+        return None
+    if not isinstance(dims, list) or not dims or (served != "any" and not set(dims) <= set(served)):
+        raise TilerankError(f"{where} is {dims!r}; allowed: some of head_dims, which is {served!r}")
+    return tuple(dims)
+
+
 def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
     if not isinstance(values, Mapping):
         raise TilerankError(f"{where} is {values!r}; expected a row with {', '.join(_REQUIRED)}")
@@ -159,6 +169,7 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         max_k_len=int(values["max_k_len"]) if "max_k_len" in values else None,
         workspace=bool(values.get("workspace", False)),
         auto=bool(values.get("auto", True)),
+        auto_head_dims=_auto_head_dims(f"{where}.auto_head_dims", values),
         host_exempt=values.get("host_exempt"),
         products=_products(f"{where}.products", values),
         dtype_min_sm=_dtype_min_sm(f"{where}.dtype_min_sm", values),
@@ -258,7 +269,7 @@ def _preference(row: Row) -> int:
 def select(request: Request, rows: Sequence[Row]) -> Selection:
     """What ``auto`` runs: of the rows that serve the request, the one of the highest preference. That is the rung
     (later rungs were written to be faster) unless measuring said otherwise; the row then gives its own number.
-    Rows with ``auto: false`` are left to callers who name them.
+    Rows with ``auto: false``, or with ``auto_head_dims`` that lack the call's, are left to callers who name them.
 
     Raises ValueError with every row's reason when none serves.
     """
@@ -267,6 +278,9 @@ def select(request: Request, rows: Sequence[Row]) -> Selection:
         if not row.auto:
             continue
         reason = refusal(row, request)
+        if reason is None and row.auto_head_dims is not None and request.head_dim not in row.auto_head_dims:
+            dims = ", ".join(map(str, row.auto_head_dims))
+            reason = f"head_dim is {request.head_dim}; auto takes it for: {dims}"
         if reason is None:
             why = f"{row.name} is preferred of all that serve this call"
             return Selection(row, f"{why} (passed over: {'; '.join(passed_over)})" if passed_over else why)
