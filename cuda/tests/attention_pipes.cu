@@ -73,7 +73,9 @@ __global__ void __launch_bounds__(4 * kGroupThreads, 1) mix(long long* clocks, f
         for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                if (kMix & kFma) asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(others[i]) : "f"(seed), "f"(weights[0]));
+                if (kMix & kFma) {
+                    asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(others[i]) : "f"(seed), "f"(weights[0]));
+                }
                 if (kMix & kExp) asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(weights[i]));
             }
 #pragma unroll
