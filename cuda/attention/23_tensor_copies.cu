@@ -1,8 +1,9 @@
-// Tensor copies: warpgroups, except that tiles come by the tensor copy engine, one instruction each, and that both products
-// run behind the weights between them. While a tile's scores become weights, the sums of the tile before and the scores
+// Tensor copies: warpgroups, except that tiles come by the tensor copy engine, one instruction each, and that both
+// products run behind the weights between them. While a tile's scores become weights, the sums of the tile before and the scores
 // of the one after are computed, also across units; queries lie in shared memory.
-// Prediction: 44 us packed, from 57. A group no longer waits for its own products: 290 cycles for 64 x 64 scores instead
-//   of 450, of which exp takes 256; 8 us until the first scores, 3 us for blocks that end later than others.
+// Prediction: 44 us packed, from 57. A group no longer waits for its own products nor for copies: 290 cycles for 64 x 64
+//   scores instead of 450, of which exp takes 256; 8 us until the first scores, 3 us for blocks that end later than
+//   others.
 // Answer: metrics/<machine>/bench_attention_tensor_copies.json and docs/ladder.md.
 #include "common/balanced.cuh"
 #include "common/softmax.cuh"
@@ -414,10 +415,9 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&words)[4], int 
     return high ? uint4{a, b, high_pair[0], high_pair[1]} : uint4{low_pair[0], low_pair[1], a, b};
 }
 
-// A number that all lanes have alike, in a register of the warp: what descriptors are computed from, which products take
-// from there. The result of a shuffle has to move there before each product.
+// The same of numbers that have a sign.
 __device__ __forceinline__ int warp_register(int value) {
-    return static_cast<int>(__reduce_max_sync(kFullMask, static_cast<unsigned>(value)));
+    return static_cast<int>(tilerank::warp_register(static_cast<uint32_t>(value)));
 }
 
 template <typename Element, int D>
@@ -700,7 +700,8 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared<
 }
 
 template <typename Element, int D>
-__global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs args, const __grid_constant__ Maps maps, float factor, bool aligned, bool mapped) {
+__global__ void __launch_bounds__(Shape<D>::kThreads, 1)
+    kernel(AttentionArgs args, const __grid_constant__ Maps maps, float factor, bool aligned, bool mapped) {
     using S = Shape<D>;
     DynamicShared memory;
     unsigned char* unaligned = memory.take<unsigned char>(S::kRingBytes + S::kOnesBytes + S::kQueryBytes + 1024);
