@@ -1,0 +1,57 @@
+// Products of a warpgroup whose factors both lie in shared memory (sm_90a). See wgmma.cuh.
+#pragma once
+
+#include "common/wgmma.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TILERANK_HOPPER(...) asm volatile(__VA_ARGS__)
+#else
+#define TILERANK_HOPPER(...) __trap()
+#endif
+
+namespace tilerank {
+
+#define TILERANK_SUMS(block) "+f"(block[0]), "+f"(block[1]), "+f"(block[2]), "+f"(block[3])
+#define TILERANK_WGMMA_SHARED_TYPED(shape, type, sums, factors, add, ...)                                          \
+    TILERANK_HOPPER("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                                       \
+                 ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" sums "}, " factors          \
+                 ", add, 1, 1, 0, 0;\n}\n"                                                                         \
+                 : __VA_ARGS__                                                                                     \
+                 : "l"(a), "l"(b), "r"(add_flag))
+#define TILERANK_WGMMA_SHARED(shape, sums, factors, add, ...)                        \
+    if constexpr (std::is_same_v<Element, __half>) {                                 \
+        TILERANK_WGMMA_SHARED_TYPED(shape, "f16", sums, factors, add, __VA_ARGS__);  \
+    } else {                                                                         \
+        TILERANK_WGMMA_SHARED_TYPED(shape, "bf16", sums, factors, add, __VA_ARGS__); \
+    }
+
+template <int N>
+struct SharedWgmma;
+
+template <>
+struct SharedWgmma<64> {
+    template <typename Element>
+    static __device__ __forceinline__ void run(float (&sums)[8][4], uint64_t a, uint64_t b, int add_flag) {
+        TILERANK_WGMMA_SHARED("m64n64k16",
+                       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+                       "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                       "%32, %33", "%34",
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]),
+                       TILERANK_SUMS(sums[3]), TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
+                       TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]));
+    }
+};
+
+#undef TILERANK_WGMMA_SHARED
+#undef TILERANK_WGMMA_SHARED_TYPED
+#undef TILERANK_SUMS
+#undef TILERANK_HOPPER
+
+// wgmma_k16 with a in shared memory too: 64 rows of it, each with 16 columns at the descriptor's begin. Rows of b are
+// columns of the product.
+template <typename Element, int N>
+__device__ __forceinline__ void wgmma_k16(float (&sums)[N / 8][4], uint64_t a, uint64_t b, int add_flag) {
+    SharedWgmma<N>::template run<Element>(sums, a, b, add_flag);
+}
+
+}  // namespace tilerank
