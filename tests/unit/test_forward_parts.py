@@ -3,7 +3,20 @@
 import pytest
 
 from tilerank.bench.floors import Rates
-from tilerank.bench.forward_parts import ATTENTION, DOWN, EMBEDDINGS, LAST, OUT, PARTS, QKV, UP, Sizes, floors, label
+from tilerank.bench.forward_parts import (
+    ATTENTION,
+    DOWN,
+    EMBEDDINGS,
+    LAST,
+    OUT,
+    PARTS,
+    QKV,
+    UP,
+    Sizes,
+    floors,
+    label,
+    parts_record,
+)
 from tilerank.bench.workloads import seed_workload
 from tilerank.errors import TilerankError
 
@@ -36,6 +49,27 @@ def test_another_order_is_refused() -> None:
         label(["gemm", "att", "gemm"], "att")
     with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 4, 5, 6, 7"):
         label(["gemm", "att", *"abc", "att", *"abcd", "att"], "att")
+
+
+def test_a_parts_kernels_are_added_up() -> None:
+    """The kernels of a fused pass of three layers, by the names that a profiler gives them."""
+    linear, norm = "void tilerank::resident_rows::kernel<__half, 6, {}>", "void tilerank::row_layernorm::kernel<__half>"
+    attention = "void tilerank::warpgroups::kernel<__half, 32>(tilerank::AttentionArgs, float, bool)"
+    layer = [
+        (attention, 50e-6),
+        (norm, 15e-6),
+        (linear.format("true"), 30e-6),
+        (norm, 31e-6),
+        (linear.format("false"), 20e-6),
+    ]
+    first = [("void tilerank::warp_rows::kernel<__half, 2>", 10e-6), (linear.format("false"), 20e-6)]
+    tail = [("gather", 2e-6), ("void tilerank::warp_keys::kernel<__half, 4>", 7e-6), ("nvjet_sm90", 3e-6)]
+    record = parts_record([*first, *layer, *layer, *tail], "warpgroups::", dict.fromkeys(PARTS, 1e-6))
+    assert record[QKV] == {"us": pytest.approx(40.0), "launches": 2, "floor_us": 1.0}
+    assert record[ATTENTION] == {"us": pytest.approx(100.0), "launches": 2, "floor_us": 1.0}
+    assert record[DOWN]["us"] == pytest.approx(62.0)
+    assert record[LAST] == {"us": pytest.approx(32.0), "launches": 4, "floor_us": 1.0}, "keys and values are its own"
+    assert set(record) == set(PARTS)
 
 
 def test_floors() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from tilerank import packing
 from tilerank.bench.floors import Rates, measured_rates
-from tilerank.bench.forward_parts import Sizes, floors, parts_record
+from tilerank.bench.forward_parts import Sizes, floors, kernels_of, parts_record
 from tilerank.bench.packed_library import CapturedLibrary
 from tilerank.bench.peers import DTYPES, HuggingFaceScorer, arithmetic
 from tilerank.bench.rerank import ErrorLimits, ErrorLog, RerankSetup, error_record, make_reranker
@@ -123,9 +123,11 @@ def _on_host(scores: torch.Tensor) -> np.ndarray:
 
 def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any] | None:
     """Where a fused pass spends its time, by `forward_parts`; None for another one."""
+    if setup.device != "cuda":
+        return None
     reranker = make_reranker(setup, precision)
     encoder = reranker.encoder
-    if setup.device != "cuda" or not isinstance(encoder, PackedEncoder) or encoder.fused is None:
+    if not isinstance(encoder, PackedEncoder) or encoder.fused is None:
         return None
     config = reranker.model.config
     sizes = Sizes(config.num_hidden_layers, config.hidden_size, config.intermediate_size)
@@ -136,7 +138,7 @@ def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any]
     least = floors(workload, sizes, precision, _rates())
     used = encoder.fused.parts.used
     try:
-        return {"used": used, **parts_record(reranker.forward_of(tokens), attention, least)}
+        return {"used": used, **parts_record(kernels_of(reranker.forward_of(tokens)), attention, least)}
     except TilerankError as error:  # a composition whose kernels have another order
         return {"used": used, "unknown": str(error)}
 

@@ -98,9 +98,21 @@ def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> di
 
 
 def parts_record(
-    run: Callable[[], object], attention: str, least: Mapping[str, float]
+    kernels: Sequence[tuple[str, float]], attention: str, least: Mapping[str, float]
 ) -> dict[str, dict[str, float | int]]:
-    """Part -> ``us``, ``launches`` and ``floor_us``, of the last of three runs. ``least``: what `floors` gave."""
+    """Part -> ``us``, ``launches`` and ``floor_us``. kernels: name and seconds of each kernel of one pass, in order;
+    least: what `floors` gave."""
+    record: dict[str, dict[str, float | int]] = {}
+    parts = label([name for name, _ in kernels], attention)
+    for part, (_, seconds) in zip(parts, kernels, strict=True):
+        entry = record.setdefault(part, {"us": 0.0, "launches": 0, "floor_us": 1e6 * least[part]})
+        entry["us"] += 1e6 * seconds
+        entry["launches"] += 1
+    return record
+
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Name and seconds of each kernel that ``run`` launches, in order, copies left out; the third call is looked at."""
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(2):
@@ -112,9 +124,4 @@ def parts_record(
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     kernels.sort(key=lambda event: event.time_range.start)
-    record: dict[str, dict[str, float | int]] = {}
-    for part, event in zip(label([event.name for event in kernels], attention), kernels, strict=True):
-        entry = record.setdefault(part, {"us": 0.0, "launches": 0, "floor_us": 1e6 * least[part]})
-        entry["us"] += event.device_time
-        entry["launches"] += 1
-    return record
+    return [(event.name, 1e-6 * event.device_time) for event in kernels]

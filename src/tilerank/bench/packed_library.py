@@ -8,7 +8,9 @@ leaves matrix products to cuBLASLt, where `max-autotune` takes a minute to choos
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -86,39 +88,49 @@ def _attention(
 
 
 class CapturedLibrary:
-    """The model as a CUDA graph for batches of the shape, and the bounds, of ``batch``: compiled (``is_compiled``), or
-    as it is where the compiler fails."""
+    """The model for batches of the shape, and the bounds, of ``batch``: compiled (``is_compiled``; as it is where the
+    compiler fails) and captured as a CUDA graph; on a CPU neither."""
 
+    @torch.inference_mode()
     def __init__(self, model: torch.nn.Module, batch: PackedBatch, *, first_only: bool = False) -> None:
         self._input = batch.values.clone()
         self._holds = batch
         ids, types, positions, bounds, first = replace(batch, values=self._input).parts()
         single = torch.arange(batch.sequences + 1, dtype=torch.int32, device=bounds.device)
         arguments = (ids, types, positions, bounds, single, first.long(), batch.longest)
-        with torch.inference_mode():
-            plain = PackedLibrary(model, first_only=first_only).eval()
-            body = torch.compile(plain)
-            self.is_compiled = True
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                try:
-                    for _ in range(3):
-                        body(*arguments)
-                except Exception as error:  # the compiler's own kinds, and those of what it runs
-                    reason = " ".join(str(error).split())[:200]
-                    warnings.warn(f"torch.compile does not serve the packed library ({reason})", stacklevel=2)
-                    body, self.is_compiled = plain, False
-                    body(*arguments)
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=side):
-                self._result = body(*arguments)
+        body = PackedLibrary(model, first_only=first_only).eval()
+        self.is_compiled = False
+        if self._input.is_cuda:
+            self._capture(body, arguments)
+        else:
+            self._result = body(*arguments)
+            self._replay: Callable[[], Any] = lambda: self._result.copy_(body(*arguments))
 
+    @torch.inference_mode()
     def run(self, batch: PackedBatch) -> torch.Tensor:
         """Logits ``[sequences]``, until the next call. A batch that ran last is in place already."""
         if batch is not self._holds:
             self._input.copy_(batch.values)
             self._holds = batch
-        self._graph.replay()
+        self._replay()
         return self._result
+
+    def _capture(self, plain: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        body = torch.compile(plain)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            try:
+                for _ in range(3):
+                    body(*arguments)
+                self.is_compiled = True
+            except Exception as error:  # the compiler's own kinds, and those of what it runs
+                reason = " ".join(str(error).split())[:200]
+                warnings.warn(f"torch.compile does not serve the packed library ({reason})", stacklevel=3)
+                body = plain
+                body(*arguments)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            self._result = body(*arguments)
+        self._replay = graph.replay
