@@ -13,6 +13,7 @@ from tilerank.bench.forward_parts import (
     QKV,
     UP,
     Sizes,
+    exclusive,
     floors,
     label,
     parts_record,
@@ -70,6 +71,12 @@ def test_a_parts_kernels_are_added_up() -> None:
     assert record[DOWN]["us"] == pytest.approx(62.0)
     assert record[LAST] == {"us": pytest.approx(32.0), "launches": 4, "floor_us": 1.0}, "keys and values are its own"
     assert set(record) == set(PARTS)
+
+
+def test_time_that_two_kernels_share_counts_once() -> None:
+    spans = [("b", 8.0, 15.0), ("a", 0.0, 10.0), ("c", 20.0, 21.0), ("d", 20.5, 20.75)]
+    assert exclusive(spans) == [("a", 10.0), ("b", 5.0), ("c", 1.0), ("d", 0.0)]
+    assert exclusive([]) == []
 
 
 def test_floors() -> None:

@@ -112,7 +112,10 @@ def parts_record(
 
 
 def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """Name and seconds of each kernel that ``run`` launches, in order, copies left out; the third call is looked at."""
+    """Name and seconds of each kernel that ``run`` launches, in order, copies left out; the third call is looked at.
+
+    Where kernels overlap, time counts for the one that ends first.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(2):
@@ -123,5 +126,15 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
-    kernels.sort(key=lambda event: event.time_range.start)
-    return [(event.name, 1e-6 * event.device_time) for event in kernels]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in kernels]
+    return [(name, 1e-6 * microseconds) for name, microseconds in exclusive(spans)]
+
+
+def exclusive(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
+    """Name and time of each kernel of ``spans`` (name, start, end), in order of their starts: from its start, or where it
+    began before others ended from the last of these ends, to its own end."""
+    times, ended = [], float("-inf")
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        times.append((name, max(0.0, end - max(start, ended))))
+        ended = max(ended, end)
+    return times
