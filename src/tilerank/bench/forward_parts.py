@@ -131,8 +131,8 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def exclusive(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
-    """Name and time of each kernel of ``spans`` (name, start, end), in order of their starts: from its start, or where it
-    began before others ended from the last of these ends, to its own end."""
+    """Name and time of each kernel of ``spans`` (name, start, end), in order of their starts: from its start, or where
+    it began before others ended from the last of these ends, to its own end."""
     times, ended = [], float("-inf")
     for name, start, end in sorted(spans, key=lambda span: span[1]):
         times.append((name, max(0.0, end - max(start, ended))))
