@@ -44,6 +44,16 @@ gelu: Activation = functional.gelu  # by the error function
 NORM = "vectorized"
 """The variant of layer normalisation behind products that do not end with it."""
 
+ENCODER_ROWS = (
+    ("embedding", "warp_rows"),
+    ("layernorm", "vectorized"),
+    ("linear", "resident_rows"),
+    ("linear", "row_layernorm"),
+    ("linear", "split_rows"),
+    ("token_attention", "warp_keys"),
+)
+"""(operation, row) of what the fused encoder calls by name; it calls no others."""
+
 OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
 """Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
 
@@ -283,7 +293,8 @@ class KernelParts(TorchParts):
         )
 
     def _runs(self, operation: str, variant: str) -> bool:
-        """Whether the variant runs on this device in this precision."""
+        """Whether the variant, one of `ENCODER_ROWS`, runs on this device in this precision."""
+        assert (operation, variant) in ENCODER_ROWS, "the records that this encoder makes depend on those rows alone"
         row = registry.get(variant, operation)
         dtype = "fp32" if self._precision == "tf32" else self._precision
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilerank.fused import ENCODER_ROWS
 from tilerank.kernels import build, cubins
 from tilerank.kernels.registry import Request, Row, select
 
@@ -32,16 +33,7 @@ class Call:
 
 _ENCODER = (
     Call("attention", "packed"),
-    *(
-        Call(operation, "packed", variant=variant)
-        for operation, variant in (
-            ("embedding", "warp_rows"),
-            ("layernorm", "vectorized"),
-            ("linear", "resident_rows"),
-            ("linear", "row_layernorm"),
-            ("linear", "split_rows"),
-        )
-    ),
+    *(Call(operation, "packed", variant=variant) for operation, variant in ENCODER_ROWS),
 )
 
 CALLS: Mapping[str, tuple[Call, ...]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from ruamel.yaml import YAML
 from transformers import BertConfig, BertModel
 
 import tilerank
-from tilerank import kernel_choices, packed_attention
+from tilerank import fused, kernel_choices, packed_attention
 from tilerank.bench import micro, tf_block
 from tilerank.errors import TilerankError
+from tilerank.fused import ENCODER_ROWS
 from tilerank.kernel_choices import CALLS, Call, choices
 from tilerank.kernels import library, registry, torch_ops
 
@@ -158,10 +158,14 @@ def test_the_encoder_makes_the_calls_of_its_stages(monkeypatch: pytest.MonkeyPat
     assert calls == {call for call in CALLS["bench_rerank"] if call.variant is None}
 
 
-def test_the_encoder_names_the_rows_of_its_stages(repository: Path) -> None:
-    source = (repository / "src" / "tilerank" / "fused.py").read_text(encoding="utf-8")
-    named = set(re.findall(r'_runs\(\s*"(\w+)",\s*"(\w+)"', source))
-    assert named == {(call.operation, call.variant) for call in CALLS["bench_rerank"] if call.variant is not None}
+def test_the_encoder_calls_no_row_that_its_stages_do_not_depend_on() -> None:
+    parts = fused.KernelParts.__new__(fused.KernelParts)
+    parts._precision, parts._sm = "fp32", 90
+    for operation, variant in ENCODER_ROWS:
+        registry.get(variant, operation)
+        parts._runs(operation, variant)
+    with pytest.raises(AssertionError, match="depend on those rows alone"):
+        parts._runs("layernorm", "welford")
 
 
 def test_a_block_is_chosen_by_its_width_too() -> None:
