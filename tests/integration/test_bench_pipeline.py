@@ -225,7 +225,8 @@ def test_steps_of_the_host_path(model: tuple[Path, str], tmp_path: Path):
     for step in steps.values():
         assert 0 < step["p10_ms"] <= step["ms"] <= step["p90_ms"]
         assert all(step[f"{phase}_ms"] > 0 for phase in rerank.PHASES)
-        assert step["forward_ms"] > step["scores_ms"]
+    forward, scores = (sum(step[f"{phase}_ms"] for step in steps.values()) for phase in ("forward", "scores"))
+    assert forward > scores
     half = bench_steps(replace(setup, token_cache=None), "bf16", calls, rounds=1)
     assert list(half) == ["padded", "fast_tokens", "packed"]
     json.dumps(steps, allow_nan=False)
