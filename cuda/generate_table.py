@@ -8,6 +8,7 @@ Runs under any Python 3.9 or later that has ruamel.yaml or PyYAML; knows nothing
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -110,12 +111,25 @@ def operation_table(operation: str, rows: dict) -> str:
     return "\n".join(lines)
 
 
-def cmake_lists(tables: dict) -> str:
-    """CMake code: every file to compile, once, and the lowest architecture of each."""
+def parts_of(source: Path, file: str) -> dict:
+    """What a file is compiled as: name -> content of a file a part (common/parts.h), or nothing where it has none."""
+    path = source / file
+    text = path.read_text(encoding="utf-8") if path.suffix == ".cu" and path.exists() else ""
+    names = set(re.findall(r"\bTILERANK_PART_(\d)\b", text))
+    stem = file.rsplit(".", 1)[0].replace("/", "_")
+    return {
+        f"{stem}_{part}.cu": f'#define TILERANK_PART {part}\n#include "{file}"\n' for part in sorted(map(int, names))
+    }
+
+
+def cmake_lists(tables: dict, parts: dict) -> str:
+    """CMake code: every file to compile, once, and the lowest architecture of each. ``parts``: file -> what to compile
+    in its place."""
     lowest: dict[str, int] = {}
     for rows in tables.values():
         for row in rows.values():
-            lowest[row["file"]] = min(int(row["min_sm"]), lowest.get(row["file"], sys.maxsize))
+            for file in parts.get(row["file"]) or (row["file"],):
+                lowest[file] = min(int(row["min_sm"]), lowest.get(file, sys.maxsize))
     return "\n".join(
         [
             "# Generated from registry.yaml by generate_table.py.",
@@ -146,7 +160,14 @@ def main() -> None:
         tables = {name: rows_for(options.backend, options.archs, rows) for name, rows in registry.items()}
         for operation, rows in tables.items():
             write_if_changed(options.out / f"{operation}_table.cc", operation_table(operation, rows))
-        write_if_changed(options.out / "variants.cmake", cmake_lists(tables))
+        files = {row["file"] for rows in tables.values() for row in rows.values()}
+        parts = {}
+        for file in files if options.backend == "cuda" else ():
+            contents = parts_of(options.registry.resolve().parent, file)
+            for name, text in contents.items():
+                write_if_changed(options.out / name, text)
+            parts[file] = [(options.out.resolve() / name).as_posix() for name in contents]
+        write_if_changed(options.out / "variants.cmake", cmake_lists(tables, parts))
     except KeyError as error:
         sys.exit(f"{options.registry}: a row lacks the key {error}")
 

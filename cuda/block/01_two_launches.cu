@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/block_mma.cuh"
+#include "common/parts.h"
 #include "common/softmax.cuh"
 
 namespace tilerank {
@@ -214,13 +215,18 @@ tilerank_status launch_typed(const BlockArgs& args, void* workspace, void* strea
     }
 }
 
+TILERANK_PART_0 template tilerank_status launch_typed<__half>(const BlockArgs&, void*, void*);
+TILERANK_PART_1 template tilerank_status launch_typed<__nv_bfloat16>(const BlockArgs&, void*, void*);
+
 }  // namespace two_launches
 
+#if TILERANK_FIRST_PART
 size_t block_two_launches_workspace(const BlockArgs& args) { return plan_bytes(args, args.head_dim <= 64 ? 128 : 64); }
 
 tilerank_status block_two_launches(const BlockArgs& args, void* workspace, void* stream) {
     return args.dtype == TILERANK_FP16 ? two_launches::launch_typed<__half>(args, workspace, stream)
                                        : two_launches::launch_typed<__nv_bfloat16>(args, workspace, stream);
 }
+#endif
 
 }  // namespace tilerank

@@ -5,6 +5,7 @@
 //   800 us beside 830: the products at 600 TFLOP/s, one launch's worth of memory traffic and five launches saved.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
 #include "common/block_hopper.cuh"
+#include "common/parts.h"
 #include "common/softmax.cuh"
 
 namespace tilerank {
@@ -498,8 +499,14 @@ tilerank_status launch_typed(const BlockPlan& plan, void* stream) {
     }
 }
 
+TILERANK_PART_0 template tilerank_status launch_typed<__half, true>(const BlockPlan&, void*);
+TILERANK_PART_1 template tilerank_status launch_typed<__half, false>(const BlockPlan&, void*);
+TILERANK_PART_2 template tilerank_status launch_typed<__nv_bfloat16, true>(const BlockPlan&, void*);
+TILERANK_PART_3 template tilerank_status launch_typed<__nv_bfloat16, false>(const BlockPlan&, void*);
+
 }  // namespace warpgroup_block
 
+#if TILERANK_FIRST_PART
 size_t block_warpgroup_block_workspace(const BlockArgs& args) { return plan_bytes(args, warpgroup_block::kUnitRows); }
 
 tilerank_status block_warpgroup_block(const BlockArgs& args, void* workspace, void* stream) {
@@ -513,5 +520,6 @@ tilerank_status block_warpgroup_block(const BlockArgs& args, void* workspace, vo
     }
     return in_out ? launch_typed<__nv_bfloat16, true>(plan, stream) : launch_typed<__nv_bfloat16, false>(plan, stream);
 }
+#endif
 
 }  // namespace tilerank

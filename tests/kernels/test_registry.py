@@ -215,6 +215,24 @@ def test_rows_the_emulator_cannot_run_are_left_out_of_the_host_build(tmp_path: P
         assert ('"one"' in (tmp_path / "attention_table.cc").read_text(encoding="utf-8")) == held
 
 
+def test_a_file_of_many_kernels_is_compiled_in_the_parts_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "registry.yaml"
+    file.write_text(ROW, encoding="utf-8")
+    source = tmp_path / next(line.split(": ")[1] for line in ROW.splitlines() if line.strip().startswith("file: "))
+    source.parent.mkdir(exist_ok=True)
+    source.write_text("TILERANK_PART_0 template int f<1>();\nTILERANK_PART_1 template int f<2>();\n", encoding="utf-8")
+    name = source.relative_to(tmp_path).as_posix()
+    for backend, whole in (("cuda", False), ("host", True)):
+        out = tmp_path / backend
+        generate(file, out, "--backend", backend, "--archs", "75-real" if backend == "cuda" else "").check_returncode()
+        lists = (out / "variants.cmake").read_text(encoding="utf-8")
+        parts = sorted(out.glob("*.cu"))
+        assert (name in lists, len(parts)) == ((True, 0) if whole else (False, 2))
+        for number, part in enumerate(parts):
+            assert f'"TILERANK_MIN_SM_{part.as_posix()}" 75' in lists
+            assert part.read_text(encoding="utf-8") == f'#define TILERANK_PART {number}\n#include "{name}"\n'
+
+
 def test_the_generator_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     file = tmp_path / "registry.yaml"
     file.write_text(ROW.replace("[fp32]", "[fp64]"), encoding="utf-8")
