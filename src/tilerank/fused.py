@@ -46,7 +46,7 @@ NORM = "vectorized"
 
 ENCODER_ROWS = (
     ("embedding", "warp_rows"),
-    ("layernorm", "vectorized"),
+    ("layernorm", NORM),
     ("linear", "resident_rows"),
     ("linear", "row_layernorm"),
     ("linear", "split_rows"),
@@ -297,9 +297,7 @@ class KernelParts(TorchParts):
         assert (operation, variant) in ENCODER_ROWS, "the records that this encoder makes depend on those rows alone"
         row = registry.get(variant, operation)
         dtype = "fp32" if self._precision == "tf32" else self._precision
-        return (
-            dtype in row.dtypes and row.lowest_sm(dtype) <= self._sm and (row.max_sm is None or self._sm <= row.max_sm)
-        )
+        return dtype in row.dtypes and row.runs_on(self._sm, dtype)
 
 
 def _split_exponent(bound: Bound) -> int:

@@ -37,7 +37,7 @@ def needs(operation: str, variant: str, dtype: str) -> None:
     sm = 10 * major + minor
     if dtype not in row.dtypes:
         pytest.skip(f"{variant} does not serve {dtype}")
-    if sm < row.lowest_sm(dtype) or (row.max_sm is not None and sm > row.max_sm):
+    if not row.runs_on(sm, dtype):
         pytest.skip(f"{variant} does not run on sm {sm}")
 
 

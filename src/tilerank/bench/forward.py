@@ -29,7 +29,7 @@ from tilerank.encoder import PackedEncoder
 from tilerank.errors import TilerankError
 from tilerank.models import describe
 from tilerank.packing import PackedBatch
-from tilerank.reranker import load_model
+from tilerank.reranker import Reranker, load_model
 from tilerank.tokenization import Tokens
 
 OURS, LIBRARY, TRANSFORMERS = "tilerank", "packed_library", "transformers_sdpa"
@@ -64,8 +64,9 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
     limit = min(setup.max_length, description.own_max_length or setup.max_length)
     lengths = [min(count, limit) for count in SEED_LENGTHS]
     draws = [seed_tokens(description.vocabulary_size or 1000, lengths, seed) for seed in range(DRAWS)]
+    reranker = make_reranker(setup, precision)
     systems: dict[str, System] = {
-        OURS: make_reranker(setup, precision).forward_of,
+        OURS: reranker.forward_of,
         TRANSFORMERS: _padded(setup, precision),
     }
     compiled: dict[str, list[CapturedLibrary]] = {}
@@ -108,7 +109,7 @@ def bench_forward(setup: RerankSetup, precision: str, *, warmup: int = WARMUP, r
         record["noise"] = noise
     if LIBRARY in compiled:
         record["packed_library_compiled"] = compiled[LIBRARY][0].is_compiled
-    if parts := _parts(setup, precision, draws[0]):
+    if parts := _parts(reranker, precision, draws[0]):
         record["parts"] = parts
     return record
 
@@ -121,11 +122,10 @@ def _on_host(scores: torch.Tensor) -> np.ndarray:
     return scores.double().cpu().numpy()
 
 
-def _parts(setup: RerankSetup, precision: str, tokens: Tokens) -> dict[str, Any] | None:
+def _parts(reranker: Reranker, precision: str, tokens: Tokens) -> dict[str, Any] | None:
     """Where a fused pass spends its time, by `forward_parts`; None for another one."""
-    if setup.device != "cuda":
+    if reranker.device.type != "cuda":
         return None
-    reranker = make_reranker(setup, precision)
     encoder = reranker.encoder
     if not isinstance(encoder, PackedEncoder) or encoder.fused is None:
         return None

@@ -62,6 +62,10 @@ class Row:
         """Lowest compute capability, times ten, that it serves ``dtype`` on."""
         return self.dtype_min_sm.get(dtype, self.min_sm)
 
+    def runs_on(self, sm: int, dtype: str) -> bool:
+        """Whether its code for ``dtype`` runs on compute capability ``sm``, times ten."""
+        return self.lowest_sm(dtype) <= sm and (self.max_sm is None or sm <= self.max_sm)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -234,7 +238,7 @@ def refusal(row: Row, request: Request) -> str | None:
     checks = (
         unless(row.device == request.device, "device", request.device, row.device),
         unless(request.dtype in row.dtypes, "dtype", request.dtype, listed(row.dtypes)),
-        unless(lowest <= request.sm and (row.max_sm is None or request.sm <= row.max_sm), "sm", request.sm, archs),
+        unless(row.runs_on(request.sm, request.dtype), "sm", request.sm, archs),
         unless(
             1 <= request.head_dim <= MAX_HEAD_DIM if dims is None else request.head_dim in dims,
             "head_dim",
