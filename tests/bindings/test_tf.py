@@ -614,6 +614,12 @@ def test_every_way_of_calling_and_keras_own_block_compute_one_thing(precision: s
         assert "seconds" not in seen, "a CPU is not timed"
 
 
+@pytest.mark.parametrize(("seconds", "queued"), [(1e-5, 50), (2e-3, 25), (1e-1, tf_process.FEWEST)])
+def test_slow_calls_are_queued_in_smaller_number(seconds: float, queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf_process, "seconds_of", lambda run, count: seconds)
+    assert tf_process.queue_of(lambda: tf.zeros(1), most=50) == queued
+
+
 # ---- On a GPU ----
 
 LIMITS = {"float32": (1e-4, 1e-3), "float16": (5e-2, 0.0), "bfloat16": (5e-2, 0.0)}

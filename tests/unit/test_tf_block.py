@@ -121,6 +121,7 @@ def seen(**changes: Any) -> dict[str, Any]:
         "counts": counts,
         "kernels": kernels,
         "seconds": [2e-5, 1e-5, 3e-5],
+        "queued": 50,
         **changes,
     }
 
@@ -139,7 +140,7 @@ def test_a_row_says_launches_copies_and_times() -> None:
     counted = ("launches", "host_copies", "device_copies", "allocations", "waits")
     assert [row[name] for name in counted] == [2, 0, 1, 0, 0]
     assert row["kernels"] == ["plain", "tilerank::two_launches::second"]
-    assert (row["us"], row["repetitions"]) == (pytest.approx(20), 3)
+    assert (row["us"], row["repetitions"], row["queued_calls"]) == (pytest.approx(20), 3, 50)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ COUNTED = 10
 """Calls whose driver calls are counted together."""
 
 QUEUED = 50
-"""Calls that are queued one behind another for one time."""
+"""Most calls that are queued one behind another for one time."""
 
 BATCH, WIDTH, HEADS = 8, 768, 12
 TOKENS = (128, 512, 2048)
@@ -146,7 +146,7 @@ def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
         spread = Spread.of(seen["seconds"])
         row |= {"us": spread.median * 1e6, "p10_us": spread.p10 * 1e6, "p90_us": spread.p90 * 1e6}
         row["repetitions"] = spread.repetitions
-        row["queued_calls"] = QUEUED
+        row["queued_calls"] = seen["queued"]
     return row
 
 

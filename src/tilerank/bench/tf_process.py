@@ -29,6 +29,9 @@ from tilerank.errors import TilerankError
 from tilerank.kernels import library
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+QUEUE_S, FEWEST = 0.05, 10
+"""Calls that are queued for one time: as many as take QUEUE_S, and no fewer than FEWEST."""
+
 Block = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -124,6 +127,11 @@ def seconds_of(run: Callable[[], tf.Tensor], queued: int) -> float:
     return (time.perf_counter() - start) / queued
 
 
+def queue_of(run: Callable[[], tf.Tensor], most: int) -> int:
+    """How many calls to queue for one time: the wait at the end is to be a small share of it, however fast they are."""
+    return max(FEWEST, min(most, round(QUEUE_S / seconds_of(run, FEWEST))))
+
+
 def run_case(
     shape: Sequence[int], precision: str, options: argparse.Namespace, on_gpu: bool, calls: DriverCalls | None
 ) -> dict[str, Any]:
@@ -154,11 +162,11 @@ def run_case(
             record[name] |= asdict(calls.of(lambda block=block: [block(x) for _ in range(options.counted)]))
     if on_gpu:
         runs = {name: block for name, block in blocks.items() if "unavailable" not in record[name]}
-        for name in runs:
-            record[name]["seconds"] = []
+        for name, block in runs.items():
+            record[name] |= {"seconds": [], "queued": queue_of(lambda block=block: block(x), options.queued)}
         for index in range(options.rounds + 2):
             for name, block in runs.items():
-                taken = seconds_of(lambda block=block: block(x), options.queued)
+                taken = seconds_of(lambda block=block: block(x), record[name]["queued"])
                 if index >= 2:
                     record[name]["seconds"].append(taken)
     return record
@@ -172,7 +180,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", required=True, help="batch x tokens x width, e.g. 8x512x768")
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--counted", type=int, default=10, help="calls whose driver calls are counted together")
-    parser.add_argument("--queued", type=int, default=50, help="calls queued one behind another for one time")
+    parser.add_argument("--queued", type=int, default=50, help="most calls queued one behind another for one time")
     parser.add_argument("--rounds", type=int, default=15, help="times taken of each block, in turns")
     parser.add_argument("--cpu", action="store_true", help="the reference, though there may be a GPU")
     options = parser.parse_args()
