@@ -99,12 +99,14 @@ def record_of(seen: Mapping[str, Any]) -> dict[str, Any]:
         "timed": seen["on_gpu"],
     }
     record |= {key: seen[key] for key in ("gpu", "cublas", "build_id", "counter") if key in seen}
+    own_streams: set[str] = set()
     if "control" in seen:
         record["control_host_copies"] = _driver_figures(seen["control"], 1)["host_copies"]
+        own_streams = set(seen["control"]["streams"])  # of a launch of TensorFlow's own
     for shape, precisions in seen["cases"].items():
         tokens = shape.split("x")[1]
         for precision, ways in precisions.items():
-            rows = {way: _row(precision, each) for way, each in ways.items()}
+            rows = {way: _row(precision, each, own_streams) for way, each in ways.items()}
             for way, row in rows.items():
                 stock = f"stock_{'eager' if way == 'layer' else way}"
                 if way.startswith("stock") or not ("us" in row and "us" in rows.get(stock, {})):
@@ -130,7 +132,7 @@ def verdict(record: Mapping[str, Any]) -> str:
     return f"FAIL: {'; '.join(failed)}" if failed else f"{len(rows)} ways of calling it, all that ran are right"
 
 
-def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
+def _row(precision: str, seen: Mapping[str, Any], own_streams: set[str]) -> dict[str, Any]:
     if "unavailable" in seen:
         return {"available": False, "reason": seen["unavailable"]}
     error = seen["max_excess"] if precision == "fp32" else seen["max_abs_error"]
@@ -140,6 +142,7 @@ def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
         row["max_abs_error"] = seen["max_abs_error"]
     if "counts" in seen:
         row |= _driver_figures(seen, COUNTED)
+        row["on_own_stream"] = bool(own_streams) and set(seen["streams"]) == own_streams
     if not row["right"]:
         row["failure"] = f"error {error:.3g} against float64 is above {tolerance:.3g}"
     elif "seconds" in seen:
