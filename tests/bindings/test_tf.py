@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import keras
 import tensorflow as tf
 
 import tilerank.tf
+from stages import wheel
 from tilerank.bench import tf_process
 from tilerank.errors import TilerankError
 from tilerank.kernels import build, registry, tf_build, tf_ops
@@ -172,6 +174,20 @@ def test_operations_that_came_with_the_package_need_no_compiler(
         tf_build.build_operations(other)
 
 
+def test_a_wheel_carries_the_operations(tmp_path: Path) -> None:
+    """What `make wheel` puts into it is what an installed wheel finds, without a compiler."""
+    wheel.copy_sources(tmp_path)
+    carried = wheel.add_operations(Path(sys.executable), tmp_path)
+    assert carried.parent == tmp_path / "src" / "tilerank" / "_lib"
+    code = "from tilerank.kernels import tf_build, tf_ops; print(tf_build.build_operations(tf_ops.installed()))"
+    installed = environment() | {"PATH": str(tmp_path / "nothing")}
+    installed["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "src"), installed["PYTHONPATH"]])
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=installed
+    )
+    assert answer.stdout == f"{carried}\n", answer.stderr
+
+
 def symbols(path: Path, *options: str) -> list[str]:
     nm = shutil.which("nm")
     if nm is None:
@@ -197,6 +213,19 @@ def test_another_tensorflow_is_refused_by_name() -> None:
         with pytest.raises(TilerankError, match=rf"TensorFlow is {re.escape(version)}; .*2\.21.*pip install"):
             tf_build.check_version(version)
     tf_build.check_version("2.21.1")
+
+
+def test_the_page_says_which_tensorflow_is_served_and_what_it_is_built_for(repository: Path) -> None:
+    text = (repository / "docs" / "bindings.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\|(\s*2\.\d.*)\|$", text, re.MULTILINE)]
+    (served,) = [row for row in rows if row[-1].startswith("served")]
+    assert served[0] == ".".join(map(str, tf_build.SERVED))
+    built = tf.sysconfig.get_build_info()
+    if built["is_cuda_build"]:
+        assert served[1] == f"CUDA {built['cuda_version'].rsplit('.', 1)[0]}, cuDNN {built['cudnn_version']}"
+    package = next(each for each in distributions() if each.name in ("tensorflow", "tensorflow_cpu", "tensorflow-cpu"))
+    (needed,) = [each for each in package.requires if each.startswith("keras")]
+    assert served[2] == f"{needed.removeprefix('keras>=').removesuffix('.0')} or newer"
 
 
 def test_what_is_no_kernel_library_is_refused(operations: Path, tmp_path: Path) -> None:
