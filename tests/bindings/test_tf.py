@@ -30,6 +30,7 @@ import tensorflow as tf
 import tilerank.tf
 from stages import wheel
 from tilerank.bench import tf_process
+from tilerank.bench.driver_calls import DriverCalls
 from tilerank.errors import TilerankError
 from tilerank.kernels import build, registry, tf_build, tf_ops
 from tilerank.tf import FusedAttentionLayer, attention, fused_attention
@@ -710,6 +711,26 @@ def test_gpu_layer_follows_its_policy_and_survives_saving(tmp_path: Path) -> Non
     assert out.dtype == tf.float16
     np.testing.assert_array_equal(again(x), out)
     np.testing.assert_array_equal(model.predict(x, verbose=0), out)
+
+
+@on_gpu
+def test_gpu_call_copies_nothing_waits_for_nothing_and_launches_on_tensorflows_stream(tmp_path: Path) -> None:
+    inputs = wide_inputs("float16", 130, 32)
+    x = inputs["x"]
+    try:
+        calls = DriverCalls(tmp_path)
+    except TilerankError as error:
+        pytest.skip(str(error))
+    for _ in range(2):  # the first time kernels are loaded and memory is taken
+        fused_attention(**inputs, num_heads=HEADS, head_dim=32)
+        (x + x).numpy()
+    tensorflows = calls.of(lambda: (x + x).numpy())
+    assert any(name.startswith("cuMemcpyDtoH") for name in tensorflows.counts), "the counter sees copies"
+    seen = calls.of(lambda: fused_attention(**inputs, num_heads=HEADS, head_dim=32))
+    assert any("tilerank" in name for name in seen.kernels)
+    assert len(set(seen.streams)) == 1
+    assert set(seen.streams) == set(tensorflows.streams)
+    assert not [name for name in seen.counts if re.match(r"cuMem(cpy|Alloc|Host)|cu(Stream|Event|Ctx)Synch", name)]
 
 
 @on_gpu
