@@ -20,4 +20,16 @@ __device__ __forceinline__ float gelu_approx(float x) {
     return fmaf(-size, share, fmaxf(x, 0.0f));
 }
 
+// The same with one operation on the MUFU pipe: the share beyond |x| is a power of two whose exponent is a polynomial of
+// |x|. Absolute error at most 7e-7, and 1e-4 of the result above -3.
+__device__ __forceinline__ float gelu_by_power(float x) {
+    const float size = fabsf(x);
+    float exponent = fmaf(size, -0.00047329342f, 0.0070844535f);
+    exponent = fmaf(size, exponent, -0.05182714f);
+    exponent = fmaf(size, exponent, -0.45999268f);
+    exponent = fmaf(size, exponent, -1.1507877f);
+    exponent = fmaf(size, exponent, -1.0000377f);
+    return fmaf(-size, exp2_approx(exponent), fmaxf(x, 0.0f));
+}
+
 }  // namespace tilerank

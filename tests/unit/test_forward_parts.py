@@ -5,6 +5,7 @@ import pytest
 from tilerank.bench.floors import Rates
 from tilerank.bench.forward_parts import (
     ATTENTION,
+    BETWEEN,
     DOWN,
     EMBEDDINGS,
     LAST,
@@ -45,10 +46,23 @@ def test_kernels_by_their_order(rest: tuple[str, ...]) -> None:
     assert len(found) == len(kernels)
 
 
+def test_whole_layers() -> None:
+    layer = ("att::kernel", "layer")
+    kernels = ["words", "gemm", *layer, *layer, *layer, "gather", "q", "warp_keys::kernel", "gemm", "tanh"]
+    found = label(kernels, "att::")
+    assert found == (EMBEDDINGS, QKV, *(ATTENTION, BETWEEN) * 3, *[LAST] * 5)
+    sizes = Sizes(layers=6, width=384, wide=1536)
+    apart = floors(seed_workload(), sizes, "fp16", RATES)
+    least = floors(seed_workload(), sizes, "fp16", RATES, whole_layers=True)
+    assert tuple(least) == tuple(dict.fromkeys(found))
+    assert sum(least.values()) < sum(apart.values()), "what is wide need not move"
+    assert least[BETWEEN] == pytest.approx(16830 * 384 * 384 * (5 * 9 + 4 * 3 + 2) / 4e14)
+
+
 def test_another_order_is_refused() -> None:
     with pytest.raises(TilerankError, match="1 kernels are called 'att'"):
         label(["gemm", "att", "gemm"], "att")
-    with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 4, 5, 6, 7"):
+    with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 1, 4, 5, 6, 7"):
         label(["gemm", "att", *"abc", "att", *"abcd", "att"], "att")
 
 

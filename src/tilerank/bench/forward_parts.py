@@ -26,8 +26,13 @@ EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
     "last layer and head",
 )
 
-# Kernels between two attentions, by how many there are: fused ends; GELU, LayerNorm, or both as kernels of their own.
+BETWEEN = "between attentions"
+"""Attention output, feed-forward and the next product in one kernel; `PARTS` has them one by one."""
+
+# Kernels between two attentions, by how many there are: one for all; fused ends; GELU, LayerNorm, or both as kernels of
+# their own.
 _BETWEEN = {
+    1: (BETWEEN,),
     4: (OUT, UP, DOWN, QKV),
     5: (OUT, UP, UP, DOWN, QKV),
     6: (OUT, OUT, UP, DOWN, DOWN, QKV),
@@ -60,8 +65,9 @@ def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
     for start, end in itertools.pairwise(places[:-1]):
         labels += [ATTENTION, *_rest(end - start - 1)]
     # The last layer begins within what follows: its keys and values, then first tokens alone.
-    usual = places[1] - places[0] - 1 if len(places) > 2 else min(_BETWEEN)
-    labels += [ATTENTION, *_rest(usual)[:-1]]
+    usual = places[1] - places[0] - 1 if len(places) > 2 else 4
+    rest = _rest(usual)
+    labels += [ATTENTION, *(rest if rest == (BETWEEN,) else rest[:-1])]
     return (*labels, *[LAST] * (len(kernels) - len(labels)))
 
 
@@ -71,9 +77,11 @@ def _rest(count: int) -> tuple[str, ...]:
     return _BETWEEN[count]
 
 
-def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> dict[str, float]:
-    """The least seconds of each of `PARTS` in one pass. fp32 products are three of fp16, or FMAs where that is sooner;
-    weights are read once a layer."""
+def floors(
+    workload: Workload, sizes: Sizes, precision: str, rates: Rates, *, whole_layers: bool = False
+) -> dict[str, float]:
+    """The least seconds of each of `PARTS` in one pass; whole_layers: of those that it has with `BETWEEN`. fp32
+    products are three of fp16, or FMAs where that is sooner; weights are read once a layer."""
     rows, width, wide, size = workload.tokens, sizes.width, sizes.wide, BYTES[precision]
 
     def linear(depth: int, columns: int, moved: int) -> float:
@@ -85,8 +93,23 @@ def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> di
 
     most = sizes.layers - 1
     attention = attention_floor(workload, precision, rates).seconds
+    embeddings = 2 * size * rows * width / rates.hbm_bytes
+    if whole_layers:
+        # found and x in, x and the next product out; keys and values alone for the last layer.
+        weights = 2 * width * width + 2 * width * wide
+        behind = rows * (width * width + 2 * width * wide)
+        fmas = most * behind + (most - 1) * rows * 3 * width**2 + rows * 2 * width**2
+        products = fmas * {"fp32": 3, "tf32": 2}.get(precision, 1) / rates.fp16_fmas
+        moved = rows * width * ((most - 1) * 6 + 5) + most * weights
+        return {
+            EMBEDDINGS: embeddings,
+            QKV: linear(width, 3 * width, 4 * width),
+            ATTENTION: most * attention,
+            BETWEEN: max(products, size * moved / rates.hbm_bytes),
+            LAST: embeddings,  # keys and values are read once
+        }
     return {
-        EMBEDDINGS: 2 * size * rows * width / rates.hbm_bytes,
+        EMBEDDINGS: embeddings,
         QKV: most * linear(width, 3 * width, 4 * width),
         ATTENTION: most * attention,
         OUT: most * linear(width, width, 3 * width),
