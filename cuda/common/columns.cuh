@@ -47,7 +47,7 @@ __device__ __forceinline__ void stage_tokens(const Fragment (&sums)[N / 8], cons
     const auto word = [&](int eight, int half) {
         if (eight >= N / 8) return 0u;
         float first = sums[eight][half * 2] + bias[half], second = sums[eight][half * 2 + 1] + bias[half];
-        if (kGelu) first = gelu_by_power(first), second = gelu_by_power(second);
+        if (kGelu) first = gelu_approx(first), second = gelu_approx(second);
         return pack16<Element>(first, second);
     };
     const int offset = eights_offset(warp, lane);

@@ -1,8 +1,9 @@
 // One block keeps its tokens from one attention to the next: four products and two normalisations without a launch, a wave
-// or a start of a pipeline between them. Tokens are the products' columns, as in linear/05_token_columns.cu: the block's
-// rows x, later x1 and out, lie in shared memory, where they are the factors of the products behind them; weights stream
-// past in one ring through all four products, each part fetched once for the two blocks of a cluster. Only what GELU
-// gives is too wide: it goes through global memory, and comes back from L2.
+// or a start of a pipeline between them. Tokens are the products' columns, so that a block may have any number of eights:
+// one wave of blocks fills the device whatever the batch. A block's rows x, later x1 and out, lie in shared memory, where
+// they are the factors of the products behind them; weights stream past in one ring through all four products, each part
+// fetched once for the two blocks of a cluster. Only what GELU gives is too wide: it goes through global memory, and comes
+// back from L2.
 // Prediction: 75 us for 16,830 tokens of width 384 in fp16, from 122 as four kernels: 110,600 cycles of the matrix unit
 //   are 62 us, two normalisations and a start 10. 50 us for 8,960 from 88: there L2 delivers 3.5 MB of weights to each.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
@@ -53,7 +54,8 @@ struct Shape {
     static constexpr int kSumBytes = (kUsers + 2) * N * 4;
     static constexpr int kBarrierBytes = 512;
     static constexpr int kFixed = kTileBytes + kPlaces * kPartBytes + kSumBytes + kBarrierBytes;
-    static constexpr int kSlots = (kSharedMost - kFixed) / kSlotBytes < 16 ? (kSharedMost - kFixed) / kSlotBytes : 16;
+    // An even number, so that a slot is always filled by the same block.
+    static constexpr int kSlots = (kSharedMost - kFixed) / kSlotBytes < 16 ? (kSharedMost - kFixed) / kSlotBytes / 2 * 2 : 16;
     static constexpr int kSharedBytes = kFixed + kSlots * kSlotBytes;
     static_assert(kSlots > kParts);
 };
@@ -106,18 +108,9 @@ struct Shared {
 
 // ---- The threads that copy ----
 
-// The weights of all four products, in the order that they are used.
-template <int N>
-__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank) {
-    using S = Shape<N>;
-    int slot = 0, turn = 0;
-    const auto load = [&](int matrix, int block, int part) {
-        if (turn > 0) barrier_wait(&shared.empty[slot], (turn - 1) & 1);
-        barrier_expect(&shared.full[slot], kSlotBytes);
-        copy_box_to_cluster(shared.ring + slot * kSlotBytes + rank * (kSlotBytes / 2), &problem.weights[matrix],
-                            &shared.full[slot], part * kPart, block * kRows + rank * (kRows / 2), 3);
-        if (++slot == S::kSlots) slot = 0, ++turn;
-    };
+// Calls each(matrix, block, part) for the weights of all four products in the order that they are used.
+template <typename Each>
+__device__ __forceinline__ void for_all_weights(const Problem& problem, Each&& each) {
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
         // All rows of the weights for a part of the factors, then a part of the rows for all factors.
@@ -126,13 +119,43 @@ __device__ __forceinline__ void load_weights(const Problem& problem, const Share
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
 #pragma unroll 1
-            for (int block = 0; block < kParts; ++block) load(2 * side, block, part);
+            for (int block = 0; block < kParts; ++block) each(2 * side, block, part);
         }
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
 #pragma unroll 1
-            for (int part = 0; part < kParts; ++part) load(2 * side + 1, block, part);
+            for (int part = 0; part < kParts; ++part) each(2 * side + 1, block, part);
         }
+    }
+}
+
+// Of every two slots each block of the cluster fills one for both, and of every two of those each of two threads: what a
+// thread does for a slot takes longer than the product of few tokens.
+template <int N>
+__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank, int thread) {
+    using S = Shape<N>;
+    int slot = 0, turn = 0;
+    for_all_weights(problem, [&](int matrix, int block, int part) {
+        if (slot % 2 == rank && slot / 2 % 2 == thread) {
+            if (turn > 0) barrier_wait(&shared.empty[slot], (turn - 1) & 1);
+            copy_box_to_cluster(shared.ring + slot * kSlotBytes, &problem.weights[matrix], &shared.full[slot],
+                                part * kPart, block * kRows, 3);
+        }
+        if (++slot == S::kSlots) slot = 0, ++turn;
+    });
+}
+
+// Announces to each slot of this block what comes, whichever block has it copied.
+template <int N>
+__device__ __forceinline__ void announce_weights(const Problem& problem, const Shared<N>& shared) {
+    using S = Shape<N>;
+    const int count = kParts * (kParts + 2 * problem.wide_parts + problem.next_blocks);
+    int slot = 0, turn = 0;
+#pragma unroll 1
+    for (int number = 0; number < count; ++number) {
+        if (turn > 0) barrier_wait(&shared.full[slot], (turn - 1) & 1);
+        barrier_expect(&shared.full[slot], kSlotBytes);
+        if (++slot == S::kSlots) slot = 0, ++turn;
     }
 }
 
@@ -395,8 +418,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     let_next_begin();
     if (warp < kWarps) {
         give_registers_back<24>();
-        if (warp == 0 && lane == 0) load_weights<N>(problem, shared, cluster_rank());
-        if (warp == 1 && lane == 0) load_rows<N>(problem, shared, first_token);
+        if (lane == 0) {
+            if (warp == 0) announce_weights<N>(problem, shared);
+            if (warp == 1) load_rows<N>(problem, shared, first_token);
+            if (warp >= 2) load_weights<N>(problem, shared, cluster_rank(), warp - 2);
+        }
         __syncwarp();
     } else {
         take_registers<240>();
@@ -466,7 +492,7 @@ int launch_for(const LayerArgs& args, void* workspace, void* stream) {
         return encode_tiles(map, base, args.dtype, args.rows, columns, stride, N);
     };
     const auto weights = [&](int matrix, const void* base, int64_t outputs, int64_t inputs) {
-        return encode_tiles(&problem.weights[matrix], base, args.dtype, outputs, inputs, inputs, kRows / 2);
+        return encode_tiles(&problem.weights[matrix], base, args.dtype, outputs, inputs, inputs, kRows);
     };
     const bool has_next = args.next != nullptr && args.next_columns > 0;
     if (!rows(&problem.found, args.found, kWidth, args.found_stride) || !rows(&problem.x, args.x, kWidth, args.x_stride) ||

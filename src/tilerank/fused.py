@@ -54,16 +54,12 @@ ENCODER_ROWS = (
     ("linear", "resident_rows"),
     ("linear", "row_layernorm"),
     ("linear", "split_rows"),
-    ("linear", "token_columns"),
     ("token_attention", "warp_keys"),
 )
 """(operation, row) of what the fused encoder calls by name; it calls no others."""
 
 OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
 """Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
-
-TOKEN_COLUMNS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
-"""Of those, in 16 bits, the ones whose tokens are the product's columns (`token_columns`)."""
 
 WHOLE_LAYERS = True
 """Whether one kernel goes from attention to attention where it serves."""
@@ -255,11 +251,7 @@ class KernelParts(TorchParts):
         has_end = activation in (None, gelu)
         options: dict[str, Any] = {"gelu": activation is gelu, "overlap": OVERLAP}
         has_end = has_end and self._multiplies(name)
-        has_parts = depth % 64 == 0 and columns % 64 == 0
-        if has_end and name in TOKEN_COLUMNS and has_parts and depth <= 384 and self._runs("linear", "token_columns"):
-            weights = encoder_ops.plain(self._here(weight))
-            options["variant"] = "token_columns"
-        elif has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
+        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
             options["variant"] = "resident_rows"
         elif has_end and self._can_split(columns, depth, bound):
@@ -280,15 +272,13 @@ class KernelParts(TorchParts):
         columns, depth = weight.shape
         bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
         own = self._multiplies(name)
-        variant = "token_columns" if name in TOKEN_COLUMNS else "row_layernorm"
-        if own and self._runs("linear", variant) and columns == 384 and depth % 64 == 0:
-            self.used[name] = variant
-            lay = encoder_ops.plain if variant == "token_columns" else encoder_ops.interleaved
-            weights = lay(self._here(weight))
+        if own and self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
+            self.used[name] = "row_layernorm"
+            weights = encoder_ops.interleaved(self._here(weight))
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                options = {"variant": variant, "overlap": OVERLAP, "out": residual}
+                options = {"variant": "row_layernorm", "overlap": OVERLAP, "out": residual}
                 return encoder_ops.linear_norm(x, weights, *ends, **options)
 
             return in_one

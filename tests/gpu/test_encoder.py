@@ -86,54 +86,6 @@ def test_linear_layers(dtype: str, gelu: bool, rows: int, columns: int, depth: i
     check(found, whole, theirs, exact)
 
 
-# One wave of each width of blocks on an H200, two waves, and ends within a block.
-ROWS_OF_COLUMNS = [1, 127, 300, 6336, 9000, 10560, 12000, 16830, 17950, 19000, 24000, 40000]
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(("columns", "depth"), [(64, 64), (1152, 384), (1536, 384), (384, 256)])
-def test_linear_layers_by_columns(dtype: str, gelu: bool, columns: int, depth: int) -> None:
-    needs("linear", "token_columns", dtype)
-    bias = draw(columns, seed=2, dtype=dtype)
-    weight = draw(columns, depth, seed=3, dtype=dtype, spread=depth**-0.5)
-    for rows in ROWS_OF_COLUMNS:
-        x = draw(rows, depth, seed=1, dtype=dtype)
-        out, whole = guarded(rows, columns, dtype)
-        found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, variant="token_columns", gelu=gelu, out=out)
-        theirs, exact = (
-            functional.linear(x, weight, bias),
-            functional.linear(x.double(), weight.double(), bias.double()),
-        )
-        if gelu:
-            theirs, exact = functional.gelu(theirs), functional.gelu(exact)
-        check(found, whole, theirs, exact)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("depth", [64, 384, 1536])
-def test_linear_layers_normalised_by_columns(dtype: str, in_place: bool, depth: int) -> None:
-    needs("linear", "token_columns", dtype)
-    bias, gamma, beta = (draw(384, seed=seed, dtype=dtype) for seed in (2, 4, 5))
-    weight = draw(384, depth, seed=3, dtype=dtype, spread=depth**-0.5)
-    alone: torch.Tensor | None = None
-    for rows in ROWS_OF_COLUMNS:
-        x, residual = draw(rows, depth, seed=1, dtype=dtype), draw(rows, 384, seed=6, dtype=dtype)
-        x[0], residual[0] = 0.5, 1.5
-        total = functional.linear(x.double(), weight.double(), bias.double()) + residual.double()
-        exact = functional.layer_norm(total, (384,), gamma.double(), beta.double(), 1e-12)
-        theirs = functional.layer_norm(functional.linear(x, weight, bias) + residual, (384,), gamma, beta, 1e-12)
-        out, whole = guarded(rows, 384, dtype)
-        if in_place:
-            out.copy_(residual)
-        ends = (bias, out if in_place else residual, gamma, beta, 1e-12)
-        found = encoder_ops.linear_norm(x, encoder_ops.plain(weight), *ends, variant="token_columns", out=out)
-        check(found, whole, theirs, exact)
-        alone = found[0].clone() if alone is None else alone
-        torch.testing.assert_close(found[0], alone, atol=0, rtol=0, msg=f"{rows} rows: another company, other bits")
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 64), (128, 384), (129, 1536), (300, 448), (17000, 384), (40000, 192)])
@@ -158,7 +110,6 @@ def test_linear_layers_normalised(dtype: str, in_place: bool, rows: int, depth: 
     ("dtype", "plain", "norm"),
     [
         ("fp16", "resident_rows", "row_layernorm"),
-        ("fp16", "token_columns", "token_columns"),
         ("fp32", "split_rows", "split_rows"),
     ],
 )
@@ -166,7 +117,6 @@ def test_a_chain_of_layers_that_overlap(dtype: str, plain: str, norm: str) -> No
     """Each begins while the one before ends, and overwrites what that one reads."""
     needs("linear", norm, dtype)
     rows, make = 20000, encoder_ops.split if dtype == "fp32" else encoder_ops.interleaved
-    make = encoder_ops.plain if norm == "token_columns" else make
     up, down = make(draw(1536, 384, seed=1, dtype=dtype, spread=0.05)), make(draw(384, 1536, seed=2, dtype=dtype))
     biases = draw(1536, seed=3, dtype=dtype), draw(384, seed=4, dtype=dtype)
     gamma, beta = draw(384, seed=5, dtype=dtype), draw(384, seed=6, dtype=dtype)
