@@ -58,8 +58,7 @@ class GraphCache:
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None  # that the last replay was queued on
-        self._holds: torch.Tensor | None = None  # the batch that lies in the input
+        self._idle = torch.cuda.Event()  # recorded behind the last replay, on whichever stream made it
         largest = packing.size_of(_rounded(most_tokens + 1), MOST_SEQUENCES)
         self._input = torch.zeros(largest, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device)
@@ -81,18 +80,15 @@ class GraphCache:
             return self._body(batch.parts(), batch.longest)
         with self._lock, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-            if self._holds is not batch.values:
-                self._input[: len(batch.values)].copy_(batch.values)
-                self._holds = batch.values
+            stream.wait_event(self._idle)
+            self._input[: len(batch.values)].copy_(batch.values)
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
             graph.graph.replay()
             result = graph.result.clone()
+            self._idle.record(stream)
             self._replays += 1
             self._tokens += batch.tokens
             self._padding += batch.tokens - batch.used_tokens

@@ -17,6 +17,7 @@ from tilerank.bench.forward_parts import (
     exclusive,
     floors,
     label,
+    medians,
     parts_record,
 )
 from tilerank.bench.workloads import seed_workload
@@ -91,6 +92,15 @@ def test_time_that_two_kernels_share_counts_once() -> None:
     spans = [("b", 8.0, 15.0), ("a", 0.0, 10.0), ("c", 20.0, 21.0), ("d", 20.5, 20.75)]
     assert exclusive(spans) == [("a", 10.0), ("b", 5.0), ("c", 1.0), ("d", 0.0)]
     assert exclusive([]) == []
+
+
+def test_one_call_of_several() -> None:
+    calls = [("a", 1.0), ("b", 2.0), ("a", 9.0), ("b", 1.0), ("a", 2.0), ("b", 3.0)]
+    assert medians(calls, 3) == [("a", 2.0), ("b", 2.0)]
+    assert medians([], 3) == []
+    for other in (calls[:-1], [*calls[:-1], ("c", 3.0)]):
+        with pytest.raises(TilerankError, match="kernels in 3 calls: they are not the same in each"):
+            medians(other, 3)
 
 
 def test_floors() -> None:

@@ -7,6 +7,7 @@ next. Floors are those of `tilerank.bench.floors`: bytes that must move, product
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,10 +135,14 @@ def parts_record(
     return record
 
 
-def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """Name and seconds of each kernel that ``run`` launches, in order, copies left out; the third call is looked at.
+_LOOKED_AT = 7
+"""Calls whose median a kernel's time is: a single one may be interrupted by another process on the device."""
 
-    Where kernels overlap, time counts for the one that ends first.
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Name and seconds of each kernel that ``run`` launches, in order, copies left out: medians of `_LOOKED_AT` calls.
+
+    Where kernels overlap, time counts for the one that ends first. Raises `TilerankError` where two calls differ.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -145,12 +150,23 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
         run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
+        for _ in range(_LOOKED_AT):
+            run()
+            torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     spans = [(event.name, event.time_range.start, event.time_range.end) for event in kernels]
-    return [(name, 1e-6 * microseconds) for name, microseconds in exclusive(spans)]
+    return [(name, 1e-6 * microseconds) for name, microseconds in medians(exclusive(spans), _LOOKED_AT)]
+
+
+def medians(times: Sequence[tuple[str, float]], calls: int) -> list[tuple[str, float]]:
+    """One call's kernels from those of ``calls`` in a row; `TilerankError` where they are not the same kernels."""
+    count = len(times) // calls
+    each = [times[start : start + count] for start in range(0, count * calls, count)] if count else []
+    names = [[name for name, _ in one] for one in each]
+    if count * calls != len(times) or any(found != names[0] for found in names):
+        raise TilerankError(f"{len(times)} kernels in {calls} calls: they are not the same in each")
+    return [(same[0][0], statistics.median(seconds for _, seconds in same)) for same in zip(*each, strict=True)]
 
 
 def exclusive(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:
