@@ -23,7 +23,7 @@ constexpr int kRows = 64;  // of the weights, of a product
 constexpr int kSlotBytes = kRows * kPartRowBytes;
 constexpr int kParts = kWidth / kPart;
 constexpr int kGroups = 2;
-constexpr int kPlaces = 3;  // of parts that pass
+constexpr int kPlaces = 2;  // of parts that pass, one for each group's results on their way out
 constexpr int kWarps = 4;                          // of a group
 constexpr int kUsers = kGroups * kWarps;           // warps that multiply
 constexpr int kThreads = (kGroups + 1) * 128;
@@ -54,10 +54,11 @@ struct Shape {
     static constexpr int kSumBytes = (kUsers + 2) * N * 4;
     static constexpr int kBarrierBytes = 512;
     static constexpr int kFixed = kTileBytes + kPlaces * kPartBytes + kSumBytes + kBarrierBytes;
-    // An even number, so that a slot is always filled by the same block.
-    static constexpr int kSlots = (kSharedMost - kFixed) / kSlotBytes < 16 ? (kSharedMost - kFixed) / kSlotBytes / 2 * 2 : 16;
-    static constexpr int kSharedBytes = kFixed + kSlots * kSlotBytes;
-    static_assert(kSlots > kParts);
+    // Of each group: its own, so that it uses every slot in turn and never looks a turn ahead.
+    static constexpr int kRoom = (kSharedMost - kFixed) / kSlotBytes / kGroups;
+    static constexpr int kSlots = kRoom < 8 ? kRoom : 8;
+    static constexpr int kSharedBytes = kFixed + kGroups * kSlots * kSlotBytes;
+    static_assert(kSlots >= 4 && kPlaces >= kGroups);
 };
 
 template <int N>
@@ -65,7 +66,7 @@ struct Shared {
     using S = Shape<N>;
     unsigned char* tile;    // the block's rows, part by part
     unsigned char* passing; // kPlaces parts: found or what GELU gives on its way in, or of each group on its way out
-    unsigned char* ring;    // of the weights
+    unsigned char* ring;    // of the weights: kSlots of each group
     float* partial;         // [warp][token]
     float* means;
     float* scales;
@@ -80,19 +81,19 @@ struct Shared {
         tile = memory;
         passing = tile + S::kTileBytes;
         ring = passing + kPlaces * S::kPartBytes;
-        partial = reinterpret_cast<float*>(ring + S::kSlots * kSlotBytes);
+        partial = reinterpret_cast<float*>(ring + kGroups * S::kSlots * kSlotBytes);
         means = partial + kUsers * N;
         scales = means + N;
         full = reinterpret_cast<uint64_t*>(scales + N);
-        empty = full + S::kSlots;
-        passing_full = empty + S::kSlots;
+        empty = full + kGroups * S::kSlots;
+        passing_full = empty + kGroups * S::kSlots;
         passing_empty = passing_full + kPlaces;
         passed = passing_empty + kPlaces;
         tile_full = passed + kGroups;
     }
 
     __device__ __forceinline__ void init() const {
-        for (int slot = 0; slot < S::kSlots; ++slot) {
+        for (int slot = 0; slot < kGroups * S::kSlots; ++slot) {
             barrier_init(&full[slot], 1);
             barrier_init(&empty[slot], 2 * kWarps);
         }
@@ -108,54 +109,36 @@ struct Shared {
 
 // ---- The threads that copy ----
 
-// Calls each(matrix, block, part) for the weights of all four products in the order that they are used.
-template <typename Each>
-__device__ __forceinline__ void for_all_weights(const Problem& problem, Each&& each) {
+// A group's weights of all four products, in the order that it uses them.
+template <int N>
+__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank, int group) {
+    using S = Shape<N>;
+    unsigned char* ring = shared.ring + group * S::kSlots * kSlotBytes;
+    uint64_t* full = shared.full + group * S::kSlots;
+    uint64_t* empty = shared.empty + group * S::kSlots;
+    int slot = 0, turn = 0;
+    const auto load = [&](int matrix, int block, int part) {
+        if (turn > 0) barrier_wait(&empty[slot], (turn - 1) & 1);
+        barrier_expect(&full[slot], kSlotBytes);
+        copy_box_to_cluster(ring + slot * kSlotBytes + rank * (kSlotBytes / 2), &problem.weights[matrix], &full[slot],
+                            part * kPart, block * kRows + rank * (kRows / 2), 3);
+        if (++slot == S::kSlots) slot = 0, ++turn;
+    };
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
-        // All rows of the weights for a part of the factors, then a part of the rows for all factors.
+        // The group's rows of the weights for a part of the factors, then some of the rows for all factors.
         const int parts = side == 0 ? kParts : problem.wide_parts;
         const int blocks = side == 0 ? problem.wide_parts : problem.next_blocks;
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
 #pragma unroll 1
-            for (int block = 0; block < kParts; ++block) each(2 * side, block, part);
+            for (int block = 0; block < kGroupBlocks; ++block) load(2 * side, group * kGroupBlocks + block, part);
         }
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block) {
+        for (int block = group; block < blocks; block += kGroups) {
 #pragma unroll 1
-            for (int part = 0; part < kParts; ++part) each(2 * side + 1, block, part);
+            for (int part = 0; part < kParts; ++part) load(2 * side + 1, block, part);
         }
-    }
-}
-
-// Of every two slots each block of the cluster fills one for both, and of every two of those each of two threads: what a
-// thread does for a slot takes longer than the product of few tokens.
-template <int N>
-__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank, int thread) {
-    using S = Shape<N>;
-    int slot = 0, turn = 0;
-    for_all_weights(problem, [&](int matrix, int block, int part) {
-        if (slot % 2 == rank && slot / 2 % 2 == thread) {
-            if (turn > 0) barrier_wait(&shared.empty[slot], (turn - 1) & 1);
-            copy_box_to_cluster(shared.ring + slot * kSlotBytes, &problem.weights[matrix], &shared.full[slot],
-                                part * kPart, block * kRows, 3);
-        }
-        if (++slot == S::kSlots) slot = 0, ++turn;
-    });
-}
-
-// Announces to each slot of this block what comes, whichever block has it copied.
-template <int N>
-__device__ __forceinline__ void announce_weights(const Problem& problem, const Shared<N>& shared) {
-    using S = Shape<N>;
-    const int count = kParts * (kParts + 2 * problem.wide_parts + problem.next_blocks);
-    int slot = 0, turn = 0;
-#pragma unroll 1
-    for (int number = 0; number < count; ++number) {
-        if (turn > 0) barrier_wait(&shared.full[slot], (turn - 1) & 1);
-        barrier_expect(&shared.full[slot], kSlotBytes);
-        if (++slot == S::kSlots) slot = 0, ++turn;
     }
 }
 
@@ -200,11 +183,13 @@ struct Group {
     int group;
     int warp;  // of the group
     int lane;
-    int position = 0;  // of the ring, where the product under way begins
+    int position = 0;  // of the group's weights, where the product under way begins
     int place = 0;     // of what passes
     int turn = 0;
 
-    __device__ __forceinline__ uint32_t slot_of(int at) const { return static_cast<uint32_t>(at) % S::kSlots; }
+    __device__ __forceinline__ uint32_t slot_of(int at) const {
+        return static_cast<uint32_t>(group * S::kSlots) + static_cast<uint32_t>(at) % S::kSlots;
+    }
     __device__ __forceinline__ void await(int at) const {
         barrier_wait(&shared.full[slot_of(at)], static_cast<uint32_t>(at) / S::kSlots & 1);
     }
@@ -232,7 +217,7 @@ struct Group {
             const uint32_t factors = shared_address(shared.passing) / 16 + place * (S::kPartBytes / 16);
 #pragma unroll
             for (int block = 0; block < kGroupBlocks; ++block) {
-                const int at = position + part * kParts + group * kGroupBlocks + block;
+                const int at = position + part * kGroupBlocks + block;
                 await(at);
                 wgmma_fence();
                 multiply(sums[block], at, factors);
@@ -251,7 +236,7 @@ struct Group {
         wgmma_wait<0>();
         give_back(last);
         if (lane == 0) barrier_arrive(&shared.passing_empty[place == 0 ? kPlaces - 1 : place - 1]);
-        position += parts * kParts;
+        position += parts * kGroupBlocks;
 
         const int first_column = group * (kGroupBlocks * kRows) + warp * 16 + lane / 4;
         const auto vector_at = [&](const void* vector, int block, int half) {
@@ -374,7 +359,8 @@ struct Group {
             bias[0] = to_float(static_cast<const Element*>(problem.biases[matrix])[column]);
             bias[1] = to_float(static_cast<const Element*>(problem.biases[matrix])[column + 8]);
             Fragment sums[N / 8] = {};
-            const int begin = position + block * kParts;
+            const int begin = position;
+            position += kParts;
 #pragma unroll 1
             for (int part = 0; part < kParts; ++part) {
                 await(begin + part);
@@ -401,7 +387,6 @@ struct Group {
                 store_commit();
             }
         }
-        position += blocks * kParts;
         if (stores) store_wait();
     }
 };
@@ -419,9 +404,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     if (warp < kWarps) {
         give_registers_back<24>();
         if (lane == 0) {
-            if (warp == 0) announce_weights<N>(problem, shared);
-            if (warp == 1) load_rows<N>(problem, shared, first_token);
-            if (warp >= 2) load_weights<N>(problem, shared, cluster_rank(), warp - 2);
+            if (warp < kGroups) load_weights<N>(problem, shared, cluster_rank(), warp);
+            if (warp == kGroups) load_rows<N>(problem, shared, first_token);
         }
         __syncwarp();
     } else {
@@ -492,7 +476,7 @@ int launch_for(const LayerArgs& args, void* workspace, void* stream) {
         return encode_tiles(map, base, args.dtype, args.rows, columns, stride, N);
     };
     const auto weights = [&](int matrix, const void* base, int64_t outputs, int64_t inputs) {
-        return encode_tiles(&problem.weights[matrix], base, args.dtype, outputs, inputs, inputs, kRows);
+        return encode_tiles(&problem.weights[matrix], base, args.dtype, outputs, inputs, inputs, kRows / 2);
     };
     const bool has_next = args.next != nullptr && args.next_columns > 0;
     if (!rows(&problem.found, args.found, kWidth, args.found_stride) || !rows(&problem.x, args.x, kWidth, args.x_stride) ||
