@@ -447,39 +447,6 @@ TILERANK_API tilerank_status tilerank_embedding_workspace_size(const char* varia
 TILERANK_API tilerank_status tilerank_embedding(const char* variant, const tilerank_embedding_params* params,
                                                 void* workspace, size_t workspace_bytes, void* stream);
 
-/* BERT's WordPiece on the CPU, over printable ASCII. Whitespace (blank, tab, new line, carriage return) ends whatever
- * normalisation and words can reach, so a chunk, what lies between two of these, has the same ids wherever it stands.
- * Chunks that hold any other character or one of the special tokens are foreign: their ids come from the caller. */
-typedef struct tilerank_wordpiece tilerank_wordpiece;
-typedef struct tilerank_wordpiece_params {
-    const char* pieces;          /* the vocabulary back to back in UTF-8, those that go on a word with their "##" */
-    const int64_t* ends;         /* [count] where each ends; its place is its id */
-    int64_t count;
-    const char* special;         /* tokens that are found in a text before its words, back to back */
-    const int64_t* special_ends; /* [special_count] */
-    int64_t special_count;
-    int32_t unknown;             /* the id of a word that pieces do not make up */
-    int32_t lowercase;           /* 1: words are looked up in lower case */
-    int64_t most_letters;        /* of a word that is looked up at all, at most 128 */
-} tilerank_wordpiece_params;
-
-/* Reads the parameters before it returns. What it makes is not changed by use, and so may be used by several threads. */
-TILERANK_API tilerank_status tilerank_wordpiece_create(const tilerank_wordpiece_params* params,
-                                                       tilerank_wordpiece** made);
-TILERANK_API void tilerank_wordpiece_destroy(tilerank_wordpiece* words);
-
-/* texts: `bytes` bytes of UTF-8, a byte 0xff between two texts. Writes the foreign chunks in order, `separator` between
- * two of them, into chunks (room for `most` bytes), and says how many bytes and chunks that are. */
-TILERANK_API tilerank_status tilerank_wordpiece_foreign(const tilerank_wordpiece* words, const char* texts,
-                                                        int64_t bytes, const char* separator, char* chunks,
-                                                        int64_t most, int64_t* used, int64_t* count);
-
-/* Writes the ids of all texts back to back (room for bytes + foreign_count), and where each text's end. foreign: ids of the
- * foreign chunks in order, `separator` between two of them. */
-TILERANK_API tilerank_status tilerank_wordpiece_encode(const tilerank_wordpiece* words, const char* texts,
-                                                       int64_t bytes, const int32_t* foreign, int64_t foreign_count,
-                                                       int32_t separator, int32_t* ids, int64_t* ends, int64_t count);
-
 #ifdef __cplusplus
 }
 #endif

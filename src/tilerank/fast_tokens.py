@@ -84,9 +84,6 @@ for _first, _last in AGREED:
 class FastEncoder:
     """``tokie`` over one vocabulary, with ``tokenizers`` for the texts that it may encode otherwise.
 
-    ``settings`` is the tokenizer.json, ``separator`` a special token that keeps texts apart, and its id, if there is
-    one.
-
     Raises ValueError, with the reason, for a vocabulary that it does not serve, and ImportError without ``tokie``.
     Never changed after that, so that several threads may encode.
     """
@@ -97,13 +94,12 @@ class FastEncoder:
         settings = json.loads(backend.to_str())
         if reason := refusal(settings):
             raise ValueError(reason)
-        self.settings = settings
         self._backend = backend
         with tempfile.TemporaryDirectory(prefix="tilerank-") as folder:
             file = Path(folder) / "tokenizer.json"  # tokie reads nothing but files
             file.write_text(json.dumps({**settings, "truncation": None, "padding": None}), encoding="utf-8")
             self._fast = tokie.Tokenizer.from_json(str(file))
-        self.separator = _separator(settings.get("added_tokens") or ())
+        self._separator = _separator(settings.get("added_tokens") or ())
         probes = _probes(list(settings["model"]["vocab"]))
         expected = encode_with_tokenizers(backend, probes)
         for way in (self._in_threads, self._in_turn):
@@ -125,7 +121,7 @@ class FastEncoder:
     def _in_threads(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Shared out among threads that ``tokie`` starts."""
         ids, counts = self._fast.encode_batch_flat(list(texts), False)
-        return rows_of(ids.view(np.int32), np.cumsum(counts, dtype=np.int64).tolist())
+        return _rows(ids.view(np.int32), np.cumsum(counts, dtype=np.int64).tolist())
 
     def _in_turn(self, texts: Sequence[str]) -> list[np.ndarray]:
         """On the calling thread: one text after another, or several at once with a special token between them."""
@@ -133,25 +129,24 @@ class FastEncoder:
         first, size = 0, 0
         for index, text in enumerate(texts):
             size += len(text)
-            if index > first and (self.separator is None or size > _AT_ONCE):
+            if index > first and (self._separator is None or size > _AT_ONCE):
                 rows += self._at_once(texts[first:index])
                 first, size = index, len(text)
             size += _SEPARATOR_LENGTH
         return rows + self._at_once(texts[first:]) if texts else rows
 
     def _at_once(self, texts: Sequence[str]) -> list[np.ndarray]:
-        token, number = self.separator or ("", -1)
+        token, number = self._separator or ("", -1)
         ids = self._fast.encode_batch_flat([token.join(texts)], False)[0].view(np.int32)
         if len(texts) == 1:
             return [ids]
         ends = np.flatnonzero(ids == number)
         if len(ends) != len(texts) - 1:  # a text has the token itself
             return [row for text in texts for row in self._at_once([text])]
-        return [row[1:] if index else row for index, row in enumerate(rows_of(ids, [*ends.tolist(), len(ids)]))]
+        return [row[1:] if index else row for index, row in enumerate(_rows(ids, [*ends.tolist(), len(ids)]))]
 
 
-def rows_of(ids: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    """Views of ``ids``, each up to one of ``ends``."""
+def _rows(ids: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
     return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -27,7 +27,6 @@ class HostPath:
     graphs: bool = False  # a CUDA graph for each bucket of total tokens
     overlapped: bool = False  # the GPU works on the first pairs while the host tokenises the next
     fused: bool = False  # a forward pass of this project's own instead of transformers' model
-    plain_words: bool = False  # words of printable ASCII by the kernel library, tokie for the rest
 
 
 PATHS = (
@@ -93,19 +92,6 @@ PATHS = (
         graphs=True,
         overlapped=True,
         fused=True,
-    ),
-    HostPath(
-        "plain_words",
-        "Words of printable ASCII looked up by the kernel library, `tokie` for the rest.",
-        "H200, fp16: 0.8 ms sooner than `fused`. Ids of 50 passages take 0.4 ms of one core instead of 1.1 on the "
-        "machine that this was written on: a word is one look-up by its first eight letters, without copies.",
-        devices=("cuda",),
-        fast_tokens=True,
-        packed=True,
-        graphs=True,
-        overlapped=True,
-        fused=True,
-        plain_words=True,
     ),
 )
 """In order: each is the one before it (of those that the device has) and one idea more."""

@@ -106,9 +106,7 @@ class Reranker:
         wanted = None if host_path == AUTO else host_paths.find(host_path)
         implementation = _implementation(attention)
         texts = 2 if self.kind == "cross-encoder" else 1
-        fast, plain = wanted is None or wanted.fast_tokens, self.device.type == "cuda"
-        plain = plain and (wanted is None or wanted.plain_words)
-        self.tokenizer = load_tokenizer(self.path, max_length, texts=texts, fast=fast, plain=plain)
+        self.tokenizer = load_tokenizer(self.path, max_length, texts=texts, fast=wanted is None or wanted.fast_tokens)
         self.max_length = self.tokenizer.max_length
         if token_cache is not None:
             self.tokenizer.use_cache(TokenCache(Path(token_cache)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilerank import word_pieces
 from tilerank.errors import TilerankError
 from tilerank.fast_tokens import FastEncoder, encode_with_tokenizers
 from tilerank.models import describe
-from tilerank.token_cache import Encode, TokenCache
-from tilerank.word_pieces import WordEncoder
+from tilerank.token_cache import TokenCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -83,12 +81,11 @@ class TextTokenizer:
     ``backend`` belongs to this object from here on: its own truncation and padding are switched off, after which it is
     never changed again, so that several threads may encode. ``cut_from`` is the end at which texts are cut: "right"
     or "left". ``texts`` is how many texts the longest sequences hold: 2 where `pairs` is called, 1 for `texts` alone.
-    ``fast`` takes ``tokie`` for vocabularies that it serves (see `tilerank.fast_tokens`), ``plain`` with it the kernel
-    library for plain words (see `tilerank.word_pieces`): the same ids, sooner.
+    ``fast`` takes ``tokie`` for vocabularies that it serves (see `tilerank.fast_tokens`): the same ids, sooner.
     Raises ValueError when ``max_length`` leaves no room for one token of each.
 
-    ``engine`` is what encodes, "tilerank", "tokie" or "tokenizers", and ``engine_reason`` why; ``encode`` gives the ids
-    of texts, uncut and without special tokens.
+    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why; ``encode`` gives the ids of texts,
+    uncut and without special tokens.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class TextTokenizer:
         cut_from: str = "right",
         texts: int = 2,
         fast: bool = True,
-        plain: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -114,7 +110,7 @@ class TextTokenizer:
         if max_length < shortest:
             what = "a pair of one token each" if texts == 2 else "a text of one token"
             raise ValueError(f"max_length is {max_length}; {what} takes {shortest}")
-        self.engine, self.engine_reason, self.encode = _engine(backend, fast, plain)
+        self.engine, self.engine_reason, self.encode = _engine(backend, fast)
         self._cache: TokenCache | None = None
 
     @property
@@ -170,16 +166,12 @@ class TextTokenizer:
         return [row[:count] for row, count in zip(ids, kept, strict=True)]
 
 
-def _engine(backend: Tokenizer, fast: bool, plain: bool) -> tuple[str, str, Encode]:
+def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Callable[[Sequence[str]], list[np.ndarray]]]:
     """Name, reason and function of what encodes."""
     reason = "asked for"
     if fast:
         try:
-            others = FastEncoder(backend)
-            made = word_pieces.make(others) if plain else "asked for"
-            if isinstance(made, WordEncoder):
-                return "tilerank", "it serves this vocabulary", made.encode
-            return "tokie", made if plain else "it serves this vocabulary", others.encode
+            return "tokie", "it serves this vocabulary", FastEncoder(backend).encode
         except ImportError:
             reason = "tokie is not installed"
         except (ValueError, OSError) as error:
@@ -187,15 +179,12 @@ def _engine(backend: Tokenizer, fast: bool, plain: bool) -> tuple[str, str, Enco
     return "tokenizers", reason, partial(encode_with_tokenizers, backend)
 
 
-def load_tokenizer(
-    path: Path, max_length: int, *, texts: int = 2, fast: bool = True, plain: bool = False
-) -> TextTokenizer:
+def load_tokenizer(path: Path, max_length: int, *, texts: int = 2, fast: bool = True) -> TextTokenizer:
     """The tokenizer of the model folder ``path``, as transformers (hence sentence-transformers) builds it.
 
-    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less. ``texts``,
-    ``fast`` and ``plain`` are as in `TextTokenizer`. Raises `TilerankError` for a folder without a vocabulary, or with
-    one that has fewer than half as many tokens as the model (transformers makes do with a handful of special tokens, in
-    silence).
+    Sequences are cut at ``max_length`` or at the tokenizer's own ``model_max_length``, whichever is less. ``texts`` and
+    ``fast`` are as in `TextTokenizer`. Raises `TilerankError` for a folder without a vocabulary, or with one that has
+    fewer than half as many tokens as the model (transformers makes do with a handful of special tokens, in silence).
     """
     if not any(file.is_file() for pattern in _VOCABULARIES for file in path.glob(pattern)):
         raise TilerankError(f"{path}: no usable tokenizer (the folder has none of {', '.join(_VOCABULARIES)})")
@@ -216,7 +205,6 @@ def load_tokenizer(
         cut_from=loaded.truncation_side,
         texts=texts,
         fast=fast,
-        plain=plain,
     )
 
 

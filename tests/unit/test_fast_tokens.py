@@ -111,7 +111,7 @@ def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder) -> None:
     assert sum(lengths) >= 40 * 1800
     assert len(lengths) == 5
     assert max(lengths) < fast_tokens.LONGEST / 4 + 1800
-    counted.separator = None  # no special token is known to keep texts apart
+    counted._separator = None  # no special token is known to keep texts apart
     lengths.clear()
     assert [len(row) for row in counted._in_turn(["the", "", "cell"])] == [1, 0, 1]
     assert lengths == [3, 0, 4]

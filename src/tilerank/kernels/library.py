@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import build as builds
@@ -227,22 +225,6 @@ Params: TypeAlias = (
 )
 
 
-class _WordpieceParams(ctypes.Structure):
-    """tilerank_wordpiece_params."""
-
-    _fields_ = (
-        ("pieces", ctypes.c_char_p),
-        ("ends", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("special", ctypes.c_char_p),
-        ("special_ends", ctypes.c_void_p),
-        ("special_count", ctypes.c_int64),
-        ("unknown", ctypes.c_int32),
-        ("lowercase", ctypes.c_int32),
-        ("most_letters", ctypes.c_int64),
-    )
-
-
 class _VariantStruct(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -347,53 +329,6 @@ class Library:
             self._workspace_size[kind] = self._function(
                 f"{name}_workspace_size", ctypes.c_int32, ctypes.c_char_p, pointer, ctypes.POINTER(ctypes.c_size_t)
             )
-
-        self._wordpiece = self._wordpiece_functions()
-
-    def _wordpiece_functions(self) -> tuple[Callable[..., Any], ...]:
-        pointer, size, place = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
-        text = ctypes.c_char_p
-        status = ctypes.c_int32
-        return (
-            self._function(
-                "tilerank_wordpiece_create", status, ctypes.POINTER(_WordpieceParams), ctypes.POINTER(pointer)
-            ),
-            self._function("tilerank_wordpiece_destroy", None, pointer),
-            self._function(
-                "tilerank_wordpiece_foreign", status, *(pointer, text, size, text, pointer, size, place, place)
-            ),
-            self._function(
-                "tilerank_wordpiece_encode",
-                status,
-                *(pointer, text, size, pointer, size, ctypes.c_int32, pointer, pointer, size),
-            ),
-        )
-
-    def wordpiece(
-        self, pieces: Sequence[str], special: Sequence[str], *, unknown: int, lowercase: bool, most_letters: int
-    ) -> Wordpiece:
-        """A vocabulary, pieces in the order of their ids, on the CPU.
-
-        Raises:
-            KernelError: a parameter is not served.
-        """
-        texts = [[piece.encode() for piece in part] for part in (pieces, special)]
-        ends = [np.cumsum([len(piece) for piece in part], dtype=np.int64) for part in texts]
-        params = _WordpieceParams(
-            pieces=b"".join(texts[0]),
-            ends=ends[0].ctypes.data,
-            count=len(pieces),
-            special=b"".join(texts[1]),
-            special_ends=ends[1].ctypes.data,
-            special_count=len(special),
-            unknown=unknown,
-            lowercase=lowercase,
-            most_letters=most_letters,
-        )
-        create, *functions = self._wordpiece
-        made = ctypes.c_void_p()
-        self._check(create(ctypes.byref(params), ctypes.byref(made)))
-        return Wordpiece(made, functions, self._check)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function = getattr(self._library, name)
@@ -501,48 +436,6 @@ class Library:
     def _check(self, status: int) -> None:
         if status != OK:
             raise KernelError(status, self.last_error())
-
-
-class Wordpiece:
-    """tilerank_wordpiece; `Library.wordpiece` makes it. Several threads may use one."""
-
-    def __init__(
-        self, handle: ctypes.c_void_p, functions: Sequence[Callable[..., Any]], check: Callable[[int], None]
-    ) -> None:
-        self._handle = handle
-        self._destroy, self._foreign, self._encode = functions
-        self._check = check
-
-    def foreign(self, texts: bytes, separator: str) -> tuple[bytes, int]:
-        """The foreign chunks of ``texts``, a separator between two of them, and how many they are."""
-        gap = separator.encode()
-        chunks = np.empty(
-            len(texts) + (len(texts) // 2 + 1) * len(gap), dtype=np.uint8
-        )  # a chunk and a blank: two bytes
-        used, count = ctypes.c_int64(), ctypes.c_int64()
-        self._check(
-            self._foreign(
-                *(self._handle, texts, len(texts), gap, chunks.ctypes.data, len(chunks)),
-                *(ctypes.byref(used), ctypes.byref(count)),
-            )
-        )
-        return chunks[: used.value].tobytes(), count.value
-
-    def encode(self, texts: bytes, count: int, foreign: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all ``count`` texts, and where each text's end. foreign: int32 ids of the foreign chunks."""
-        ids = np.empty(len(texts) + len(foreign), dtype=np.int32)
-        ends = np.empty(count, dtype=np.int64)
-        self._check(
-            self._encode(
-                *(self._handle, texts, len(texts), foreign.ctypes.data, len(foreign), separator),
-                *(ids.ctypes.data, ends.ctypes.data, count),
-            )
-        )
-        return ids, ends
-
-    def destroy(self) -> None:
-        """Give its memory back; it cannot be used any more."""
-        self._destroy(self._handle)
 
 
 def load(target: builds.Target | None = None) -> Library:
