@@ -127,6 +127,12 @@ def seconds_of(run: Callable[[], tf.Tensor], queued: int) -> float:
     return (time.perf_counter() - start) / queued
 
 
+def repeat(run: Callable[[], tf.Tensor], count: int) -> None:
+    """Call it, keeping no result: one that is kept would have the allocator take more memory."""
+    for _ in range(count):
+        run()
+
+
 def queue_of(run: Callable[[], tf.Tensor], most: int) -> int:
     """How many calls to queue for one time: the wait at the end is to be a small share of it, however fast they are."""
     return max(FEWEST, min(most, round(QUEUE_S / seconds_of(run, FEWEST))))
@@ -162,7 +168,8 @@ def run_case(
             "max_excess": float((error - 1e-3 * np.abs(exact)).max()),  # beyond a relative error of 1e-3
         }
         if calls is not None:
-            record[name] |= asdict(calls.of(lambda block=block: [block(x) for _ in range(options.counted)]))
+            repeat(lambda block=block: block(x), 2)  # beside the result that is kept
+            record[name] |= asdict(calls.of(lambda block=block: repeat(lambda: block(x), options.counted)))
     if on_gpu:
         runs = {name: block for name, block in blocks.items() if "unavailable" not in record[name]}
         for name, block in runs.items():
