@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--counted", type=int, default=10, help="calls whose driver calls are counted together")
     parser.add_argument("--queued", type=int, default=50, help="most calls queued one behind another for one time")
-    parser.add_argument("--rounds", type=int, default=15, help="times taken of each block, in turns")
+    parser.add_argument("--rounds", type=int, default=11, help="times taken of each block, in turns")
     parser.add_argument("--without-stock", metavar="REASON", help="leave Keras's own block out")
     parser.add_argument("--cpu", action="store_true", help="the reference, though there may be a GPU")
     options = parser.parse_args()
