@@ -248,3 +248,14 @@ def test_a_process_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(TilerankError, match="TensorFlow's process failed: ModuleNotFoundError: tensorflow"):
         tf_block.run(python, tmp_path, ["fp32"], on_cpu=True)
+
+
+def test_a_process_that_a_signal_ends_runs_again_without_keras_own_block(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    text = """#!/bin/sh
+case "$*" in *--without-stock*) for last; do :; done; echo "[\\"$last\\"]" >"$4" ;; *) kill -TRAP $$ ;; esac
+"""
+    python.write_text(text, encoding="utf-8")
+    python.chmod(0o755)
+    (reason,) = tf_block.run(python, tmp_path, ["fp32"], on_cpu=False)
+    assert reason == "TensorFlow's process ended by signal 5 where it was called"

@@ -59,7 +59,8 @@ def run(python: Path, root: Path, precisions: Sequence[str], on_cpu: bool) -> di
     """What `tilerank.bench.tf_process` saw; on a CPU the reference at a small size.
 
     Raises:
-        TilerankError: it ended with an error (its last line), or not at all.
+        TilerankError: it ended with an error (its last line), or not at all. Where a signal ended it, it runs once more
+            without Keras's own block.
     """
     shapes = ["x".join(map(str, CPU_SHAPE))] if on_cpu else [f"{BATCH}x{tokens}x{WIDTH}" for tokens in TOKENS]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,16 +79,21 @@ def run(python: Path, root: Path, precisions: Sequence[str], on_cpu: bool) -> di
         ]
         path = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
-        try:
-            answer = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TilerankError(f"TensorFlow's process did not end within {LIMIT_S:.0f} s") from error
+        answer = _answer(command, environment)
+        if answer.returncode < 0:  # without its libraries a product of TensorFlow's own may end the process
+            reason = f"TensorFlow's process ended by signal {-answer.returncode} where it was called"
+            answer = _answer([*command, "--without-stock", reason], environment)
         if answer.returncode != 0:
             said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
             raise TilerankError(f"TensorFlow's process failed: {said[-1][:500]}")
         return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _answer(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise TilerankError(f"TensorFlow's process did not end within {LIMIT_S:.0f} s") from error
 
 
 def record_of(seen: Mapping[str, Any]) -> dict[str, Any]:
