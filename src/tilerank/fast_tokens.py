@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilerank.spread import spread, threads
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -72,9 +74,11 @@ without blanks falls apart."""
 _PROBES = 512
 _AT_ONCE = LONGEST // 4
 """Characters, of up to four bytes, that are encoded in one call: below `LONGEST`."""
+_PARTS_A_THREAD = 2
+"""Calls for each thread, so that one which wakes late leaves its share to others."""
+_SMALLEST_PART = 2048
+"""Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
-_FEW = 128
-"""Texts below which one thread is as quick: ``tokie`` starts its own anew on every call, one for each core."""
 
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
@@ -102,52 +106,60 @@ class FastEncoder:
         self._separator = _separator(settings.get("added_tokens") or ())
         probes = _probes(list(settings["model"]["vocab"]))
         expected = encode_with_tokenizers(backend, probes)
-        for way in (self._in_threads, self._in_turn):
-            for text, ours, theirs in zip(probes, way(probes), expected, strict=True):
+        for found in (self._encode_agreed(probes), self._one_by_one(probes)):
+            for text, ours, theirs in zip(probes, found, expected, strict=True):
                 if not np.array_equal(ours, theirs):
                     raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
+        if are_agreed(texts):  # nearly always
+            return self._encode_agreed(texts)
         agreed = list(map(is_agreed, texts))
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        found = (self._in_turn if len(asked) < _FEW else self._in_threads)(asked)
-        if len(asked) == len(texts):
-            return found
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
-        fast, slow = iter(found), iter(encode_with_tokenizers(self._backend, others))
+        fast, slow = iter(self._encode_agreed(asked)), iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
-    def _in_threads(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Shared out among threads that ``tokie`` starts."""
-        ids, counts = self._fast.encode_batch_flat(list(texts), False)
-        return _rows(ids.view(np.int32), np.cumsum(counts, dtype=np.int64).tolist())
-
-    def _in_turn(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """On the calling thread: one text after another, or several at once with a special token between them."""
-        rows: list[np.ndarray] = []
-        first, size = 0, 0
-        for index, text in enumerate(texts):
-            size += len(text)
-            if index > first and (self._separator is None or size > _AT_ONCE):
-                rows += self._at_once(texts[first:index])
-                first, size = index, len(text)
-            size += _SEPARATOR_LENGTH
-        return rows + self._at_once(texts[first:]) if texts else rows
-
-    def _at_once(self, texts: Sequence[str]) -> list[np.ndarray]:
-        token, number = self._separator or ("", -1)
-        ids = self._fast.encode_batch_flat([token.join(texts)], False)[0].view(np.int32)
-        if len(texts) == 1:
-            return [ids]
+    def _encode_agreed(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Several texts in a call, a special token behind each, and the calls spread over threads."""
+        if self._separator is None or not 0 < _longest(texts) <= _AT_ONCE:
+            return self._one_by_one(texts)
+        token, number = self._separator
+        ids = np.concatenate(spread(self._ids, [token.join([*part, ""]) for part in _parts(texts)]))
         ends = np.flatnonzero(ids == number)
-        if len(ends) != len(texts) - 1:  # a text has the token itself
-            return [row for text in texts for row in self._at_once([text])]
-        return [row[1:] if index else row for index, row in enumerate(_rows(ids, [*ends.tolist(), len(ids)]))]
+        if len(ends) != len(texts):  # a text has the token itself
+            return self._one_by_one(texts)
+        bounds = ends.tolist()
+        return [ids[start:end] for start, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
+
+    def _one_by_one(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return spread(self._ids, texts)
+
+    def _ids(self, text: str) -> np.ndarray:
+        """Gives up the interpreter's lock while it works."""
+        return self._fast.encode_batch_flat([text], False)[0].view(np.int32)
 
 
-def _rows(ids: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def _longest(texts: Sequence[str]) -> int:
+    """Characters of the longest text and its separator; 0 where there is no text."""
+    return max(map(len, texts), default=-_SEPARATOR_LENGTH) + _SEPARATOR_LENGTH
+
+
+def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
+    """Runs of texts of nearly as many characters each, as many as keep the threads busy."""
+    total = sum(map(len, texts)) + _SEPARATOR_LENGTH * len(texts)
+    most = min(_AT_ONCE, max(_SMALLEST_PART, -(-total // (_PARTS_A_THREAD * threads()))))
+    parts: list[Sequence[str]] = []
+    first, size = 0, 0
+    for index, text in enumerate(texts):
+        length = len(text) + _SEPARATOR_LENGTH
+        if index > first and size + length > most:
+            parts.append(texts[first:index])
+            first, size = index, 0
+        size += length
+    parts.append(texts[first:])
+    return parts
 
 
 def _separator(added: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
@@ -168,9 +180,23 @@ def is_agreed(text: str) -> bool:
     """Whether every character of ``text`` is in `AGREED`, and its length below `LONGEST`."""
     if text.isascii():
         return len(text) < LONGEST and "\x7f" not in text
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     # A character has at most four bytes.
-    return bool(_IS_AGREED[points].all()) and (4 * len(points) < LONGEST or len(text.encode("utf-8")) < LONGEST)
+    return _has_agreed_characters(text) and (4 * len(text) < LONGEST or len(text.encode("utf-8")) < LONGEST)
+
+
+def are_agreed(texts: Sequence[str]) -> bool:
+    """Whether `is_agreed` of every text, found sooner than one by one; False where that takes a closer look."""
+    others = "".join([text for text in texts if not text.isascii()])
+    return (
+        4 * _longest(texts) < LONGEST
+        and not any(["\x7f" in text for text in texts])
+        and (not others or _has_agreed_characters(others))
+    )
+
+
+def _has_agreed_characters(text: str) -> bool:
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return bool(_IS_AGREED[points].all())
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

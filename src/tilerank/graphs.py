@@ -71,23 +71,30 @@ class GraphCache:
             return None
         return _rounded(tokens + 1), max(8, 1 << (sequences - 1).bit_length())
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
-        """The body's result for a batch; one that was filled up to its bucket is replayed."""
+    def run(self, batch: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The body's result for a batch; one that was filled up to its bucket is replayed.
+
+        The batch may be in pinned memory and goes from there to where the graphs read it. The result's first rows go
+        into ``out`` where that is given, which may be in pinned memory too: the copy is enqueued, not waited for.
+        """
         key = (batch.tokens, batch.sequences)
         if batch.longest > self._longest or self.bucket(batch.used_tokens, batch.used_sequences) != key:
             with self._lock:
                 self._eager += 1
-            return self._body(batch.parts(), batch.longest)
+            batch = replace(batch, values=batch.values.to(self._device, non_blocking=True))
+            result = self._body(batch.parts(), batch.longest)
+            return result if out is None else out.copy_(result[: len(out)], non_blocking=True)
         with self._lock, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._idle)
-            self._input[: len(batch.values)].copy_(batch.values)
+            self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
             graph.graph.replay()
-            result = graph.result.clone()
+            result = graph.result
+            result = result.clone() if out is None else out.copy_(result[: len(out)], non_blocking=True)
             self._idle.record(stream)
             self._replays += 1
             self._tokens += batch.tokens

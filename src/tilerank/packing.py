@@ -79,18 +79,18 @@ def fill(
     if total < used + (sequences > len(rows)):
         raise ValueError(f"{used} tokens in {len(rows)} sequences do not fit {total} tokens in {sequences}")
     starts = (np.cumsum(tokens.lengths) - tokens.lengths)[rows]
-    positions = np.arange(used, dtype=np.int32) - np.repeat(bounds[:-1].astype(np.int32), lengths)
+    positions = np.arange(used, dtype=np.int32)
+    positions -= np.repeat(bounds[:-1].astype(np.int32), lengths)
     source: slice | np.ndarray
     if np.array_equal(starts, bounds[:-1] + starts[0]):  # they lie there as they are to lie here
         source = slice(starts[0], starts[0] + used)
     else:
         source = positions + np.repeat(starts, lengths)
-    values[:] = 0
-    ids, types, places = values[: 3 * total].reshape(3, total)
+    ids, types, places = rows_of_tokens = values[: 3 * total].reshape(3, total)
+    rows_of_tokens[:, used:] = 0
     ids[:used] = tokens.ids[source]
-    if with_types:
-        types[:used] = tokens.type_ids[source]
-    places[:used] = positions + np.int32(positions_from)
+    types[:used] = tokens.type_ids[source] if with_types else 0
+    np.add(positions, np.int32(positions_from), out=places[:used])
     ends, first = values[3 * total : -sequences], values[-sequences:]
     ends[: len(bounds)] = bounds
     ends[len(bounds) :] = used

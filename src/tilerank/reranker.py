@@ -332,37 +332,44 @@ class Reranker:
         """
         step = mark or (lambda: None)
         is_pair = self.kind == "cross-encoder"
-        seen: dict[bytes, int] = {}
+        seen: dict[bytes, int] | None = {} if len(pieces) > 1 else None
+        logits = torch.empty(len(pairs), pin_memory=self.device.type == "cuda") if is_pair else None
         parts, order, places, cut = [], [], [], []
-        start = 0
+        start = known = 0
         for size in pieces:
             queries, passages = zip(*pairs[start : start + size], strict=True)
             tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
             step()
-            known = len(seen)
             distinct, inverse = tokens.distinct(seen)
             plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
-            batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
+            batches = self.encoder.stage(tokens, [distinct[rows] for rows in plan])
             if mark is not None:
                 batches = list(batches)
             step()
             done = 0
             for rows, batch in zip(plan, batches, strict=True):
-                parts.append(self.encoder.forward(batch))
+                out = None if logits is None else logits[known + done : known + done + len(rows)]
+                parts.append(self.encoder.forward(batch, out))
                 order.append(rows + known)
                 done += len(rows)
                 report(start + size * done / len(distinct))
+            known += len(distinct)
             places.append(inverse.reshape(-1, size))  # of a bi-encoder: its queries, then its passages
             cut.append(tokens.truncated[-size:])
             start += size
-        found = torch.cat(parts)
+        wait = _waits_for(self.device) if is_pair else None
         where = np.argsort(np.concatenate(order), kind="stable")[np.concatenate(places, axis=1)]
         step()
         truncated = np.concatenate(cut)
-        if is_pair:
-            fetch = _fetched_later(found)
-            return lambda: fetch()[where[0]], truncated
-        first, second = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(where), self.device)]
+        if logits is not None:
+
+            def fetch() -> np.ndarray:
+                wait()
+                return logits.numpy()[where[0]]
+
+            return fetch, truncated
+        found = torch.nn.functional.normalize(torch.cat(parts), dim=-1)
+        first, second = found[_pinned(torch.from_numpy(where), self.device)]
         return _fetched_later((first * second).sum(-1)), truncated
 
 
@@ -377,14 +384,22 @@ def _fetched_later(values: torch.Tensor) -> Callable[[], np.ndarray]:
         return values.numpy
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(values.device))
+    wait = _waits_for(values.device)
 
     def fetch() -> np.ndarray:
-        copied.synchronize()
+        wait()
         return host.numpy()
 
     return fetch
+
+
+def _waits_for(device: torch.device) -> Callable[[], None]:
+    """A function that waits until ``device`` has done what this thread has enqueued by now."""
+    if device.type != "cuda":
+        return lambda: None
+    reached = torch.cuda.Event()
+    reached.record(torch.cuda.current_stream(device))
+    return reached.synchronize
 
 
 def _ranking(
