@@ -173,7 +173,7 @@ class PackedEncoder:
         sizes = [packing.size_of(*shape) for shape in shapes]
         staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         made = []
-        parts = staged.split(sizes)
+        parts = (staged,) if len(sizes) == 1 else staged.split(sizes)
         for rows, shape, count, values in zip(batches, shapes, counts, parts, strict=True):
             packing.fill(
                 values.numpy(),

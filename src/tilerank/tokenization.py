@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_TAIL = 32  # tokens at the end of a sequence, most often enough to tell it from others
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
@@ -60,18 +61,26 @@ class Tokens:
         return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)
 
     def _distinct_alone(self) -> tuple[np.ndarray, np.ndarray]:
-        """`distinct` without earlier calls: only sequences of the same length are compared."""
-        first = np.arange(len(self.lengths))  # the first row that is equal to this one
-        shared = np.flatnonzero(np.bincount(self.lengths)[self.lengths] > 1).tolist()
+        """`distinct` without earlier calls: only sequences of one length that end alike are compared as a whole."""
+        everyone = np.arange(len(self.lengths))
+        lengths, ends = self.lengths.tolist(), np.cumsum(self.lengths).tolist()
+
+        def tail(row: int) -> bytes:
+            return self.ids[ends[row] - min(lengths[row], _TAIL) : ends[row]].tobytes()
+
+        alike = _alike(_alike(range(len(ends)), lengths.__getitem__), tail)
         found: dict[bytes, int] = {}
-        for row, key in zip(shared, self._keys(shared), strict=True):
-            first[row] = found.setdefault(key, row)
-        is_first = first == np.arange(len(first))
+        earlier = [found.setdefault(key, row) for row, key in zip(alike, self._keys(alike), strict=True)]
+        if earlier == alike:  # nearly always
+            return everyone, everyone
+        first = everyone.copy()  # the first row that is equal to this one
+        first[alike] = earlier
+        is_first = first == everyone
         return np.flatnonzero(is_first), (np.cumsum(is_first) - 1)[first]
 
-    def _keys(self, rows: Iterable[int]) -> Iterator[bytes]:
+    def _keys(self, rows: Sequence[int]) -> Iterator[bytes]:
         """What tells the sequences ``rows`` from others."""
-        ends = np.cumsum(self.lengths).tolist()
+        ends = np.cumsum(self.lengths).tolist() if rows else []
         for row in rows:
             span = slice(ends[row - 1] if row else 0, ends[row])
             yield self.ids[span].tobytes() + self.type_ids[span].tobytes()
@@ -89,6 +98,14 @@ class Tokens:
         batch[1, valid] = self.type_ids[source]
         batch[2] = valid
         return batch
+
+
+def _alike(rows: Iterable[int], tell: Callable[[int], Hashable]) -> list[int]:
+    """Those of ``rows`` that share what ``tell`` says of them."""
+    groups: dict[Hashable, list[int]] = {}
+    for row in rows:
+        groups.setdefault(tell(row), []).append(row)
+    return [row for group in groups.values() if len(group) > 1 for row in group]
 
 
 class TextTokenizer:
@@ -150,6 +167,8 @@ class TextTokenizer:
         query_counts, passage_counts = _counts(query_ids), _counts(passage_ids)
         room = self.max_length - self._two.specials
         query_kept, passage_kept = _share(query_counts, passage_counts, room)
+        if query_kept is query_counts and passage_kept is passage_counts:
+            return self._two.assemble([query_ids, passage_ids], [query_kept, passage_kept], passage_counts < 0)
         is_cut = query_kept < query_counts
         for query, count in {queries[row]: query_counts[row] for row in np.flatnonzero(is_cut)}.items():
             _warn_about_query(query, count, f"{room - 1}, which would leave one token for the passage")
@@ -270,11 +289,11 @@ class _Template:
             parts[2 * k + 1 : -1 : width] = rows
         lengths = np.empty((number, len(self.runs)), dtype=np.int64)
         for k, run in enumerate(self.runs):
-            lengths[:, k] = run.specials + sum(counts[text] for text in run.texts)
-        kinds = np.array([run.kind for run in self.runs], dtype=np.int32)
-        return Tokens(
-            np.concatenate(parts), np.repeat(np.tile(kinds, number), lengths.reshape(-1)), lengths.sum(1), truncated
-        )
+            lengths[:, k] = run.specials
+            for text in run.texts:
+                lengths[:, k] += counts[text]
+        kinds = np.array([run.kind for run in self.runs] * number, dtype=np.int32)
+        return Tokens(np.concatenate(parts), kinds.repeat(lengths.reshape(-1)), lengths.sum(1), truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +310,10 @@ def _counts(ids: list[np.ndarray]) -> np.ndarray:
 
 
 def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring."""
+    """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring. The arrays
+    themselves where all are."""
+    if queries.max(initial=0) + passages.max(initial=0) <= room and queries.max(initial=0) < room:
+        return queries, passages
     query_fits = queries < room
     if query_fits.all():  # nearly always
         return queries, np.minimum(passages, room - queries)

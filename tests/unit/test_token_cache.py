@@ -52,6 +52,27 @@ def test_known_passages_are_found_and_changed_ones_are_not(path: Path) -> None:
     assert cache.find([]) == []
 
 
+def test_a_passage_that_was_found_needs_no_digest_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilerank import token_cache
+
+    write_tokens(path, DIGEST, encode, TEXTS)
+    cache = TokenCache(path)
+    expected = [ids.tolist() for ids in encode(TEXTS)]
+    assert rows(cache, TEXTS) == expected
+    asked = []
+    own = token_cache._digests
+    monkeypatch.setattr(token_cache, "_digests", lambda texts: asked.extend(texts) or own(texts))
+    assert rows(cache, TEXTS) == expected
+    assert rows(cache, ["bone", "bones", "".join(["the", " cell"])]) == [[4, 98], None, [8, 116]]
+    assert asked == ["bones"], "an equal text is the text, another is none that was found"
+    assert rows(cache, ["bones"]) == [None]
+    monkeypatch.setattr(token_cache, "_REMEMBERED", 20)
+    small = TokenCache(path)
+    for _ in range(3):
+        assert rows(small, [*TEXTS, *TEXTS[::-1]]) == [*expected, *expected[::-1]]
+    assert sum(map(len, small._remembered)) < 20 + max(map(len, TEXTS))
+
+
 def test_only_new_passages_are_tokenised_again(path: Path) -> None:
     write_tokens(path, DIGEST, encode, TEXTS)
     before = path.read_bytes()
