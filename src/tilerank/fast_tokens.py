@@ -74,8 +74,6 @@ without blanks falls apart."""
 _PROBES = 512
 _AT_ONCE = LONGEST // 4
 """Characters, of up to four bytes, that are encoded in one call: below `LONGEST`."""
-_PARTS_A_THREAD = 2
-"""Calls for each thread, so that one which wakes late leaves its share to others."""
 _SMALLEST_PART = 2048
 """Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
@@ -149,7 +147,8 @@ def _longest(texts: Sequence[str]) -> int:
 def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
     """Runs of texts of nearly as many characters each, as many as keep the threads busy."""
     total = sum(map(len, texts)) + _SEPARATOR_LENGTH * len(texts)
-    most = min(_AT_ONCE, max(_SMALLEST_PART, -(-total // (_PARTS_A_THREAD * threads()))))
+    # One call for each thread: a call waits for the interpreter's lock at its end, so that more of them take longer.
+    most = min(_AT_ONCE, max(_SMALLEST_PART, -(-total // threads())))
     parts: list[Sequence[str]] = []
     first, size = 0, 0
     for index, text in enumerate(texts):

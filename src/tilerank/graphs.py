@@ -58,7 +58,7 @@ class GraphCache:
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = torch.cuda.graph_pool_handle()
-        self._idle = torch.cuda.Event()  # recorded behind the last replay, on whichever stream made it
+        self._stream: torch.cuda.Stream | None = None  # of the last replay
         largest = packing.size_of(_rounded(most_tokens + 1), MOST_SEQUENCES)
         self._input = torch.zeros(largest, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device)
@@ -84,9 +84,12 @@ class GraphCache:
             batch = replace(batch, values=batch.values.to(self._device, non_blocking=True))
             result = self._body(batch.parts(), batch.longest)
             return result if out is None else out.copy_(result[: len(out)], non_blocking=True)
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._idle)
+            if stream != self._stream:  # nearly never; on one stream replays are in order by themselves
+                if self._stream is not None:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
             self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
@@ -95,7 +98,6 @@ class GraphCache:
             graph.graph.replay()
             result = graph.result
             result = result.clone() if out is None else out.copy_(result[: len(out)], non_blocking=True)
-            self._idle.record(stream)
             self._replays += 1
             self._tokens += batch.tokens
             self._padding += batch.tokens - batch.used_tokens
@@ -109,6 +111,10 @@ class GraphCache:
             )
 
     def _capture(self, batch: PackedBatch) -> _Graph:
+        with torch.cuda.device(self._device):
+            return self._captured(batch)
+
+    def _captured(self, batch: PackedBatch) -> _Graph:
         parts = replace(batch, values=self._input).parts()
         # Libraries choose and load their kernels on the first call, which a capture must not see.
         current = torch.cuda.current_stream(self._device)
