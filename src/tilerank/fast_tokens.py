@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilerank.spread import spread, threads
+from tilerank.spread import spread, start, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,6 +78,7 @@ _SMALLEST_PART = 2048
 """Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
 
+_LAST_ASCII = AGREED[0][1]
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
     _IS_AGREED[_first : _last + 1] = True
@@ -111,8 +112,15 @@ class FastEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
+        return self.start(texts)()
+
+    def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
+        """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
         if are_agreed(texts):  # nearly always
-            return self._encode_agreed(texts)
+            return self._start_agreed(texts)
+        return lambda: self._encode_others(texts)
+
+    def _encode_others(self, texts: Sequence[str]) -> list[np.ndarray]:
         agreed = list(map(is_agreed, texts))
         asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
@@ -120,16 +128,25 @@ class FastEncoder:
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
     def _encode_agreed(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._start_agreed(texts)()
+
+    def _start_agreed(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         """Several texts in a call, a special token behind each, and the calls spread over threads."""
         if self._separator is None or not 0 < _longest(texts) <= _AT_ONCE:
-            return self._one_by_one(texts)
+            return lambda: self._one_by_one(texts)
         token, number = self._separator
-        ids = np.concatenate(spread(self._ids, [token.join([*part, ""]) for part in _parts(texts)]))
-        ends = np.flatnonzero(ids == number)
-        if len(ends) != len(texts):  # a text has the token itself
-            return self._one_by_one(texts)
-        bounds = ends.tolist()
-        return [ids[start:end] for start, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
+        joined = [token.join([*part, ""]) for part in _parts(texts)]
+        work = start(self._ids, joined, min(len(joined), threads() - 1) if len(joined) > 1 else 0)
+
+        def finish() -> list[np.ndarray]:
+            ids = np.concatenate(work.wait())
+            ends = np.flatnonzero(ids == number)
+            if len(ends) != len(texts):  # a text has the token itself
+                return self._one_by_one(texts)
+            bounds = ends.tolist()
+            return [ids[first:end] for first, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
+
+        return finish
 
     def _one_by_one(self, texts: Sequence[str]) -> list[np.ndarray]:
         return spread(self._ids, texts)
@@ -195,7 +212,7 @@ def are_agreed(texts: Sequence[str]) -> bool:
 
 def _has_agreed_characters(text: str) -> bool:
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return bool(_IS_AGREED[points].all())
+    return bool(_IS_AGREED[points[points > _LAST_ASCII]].all())  # most are not above it
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -333,9 +333,14 @@ class Reranker:
         logits = torch.empty(len(pairs), pin_memory=self.device.type == "cuda") if is_pair else None
         parts, order, places, cut = [], [], [], []
         start = known = 0
+        tokenise = self.tokenizer.start_pairs if is_pair else self.tokenizer.start_texts
+        begun: list[Callable[[], Tokens]] = []
         for size in pieces:
-            queries, passages = zip(*pairs[start : start + size], strict=True)
-            tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
+            begun.append(tokenise(*zip(*pairs[start : start + size], strict=True)))
+            start += size
+        start = 0
+        for size, finish in zip(pieces, begun, strict=True):
+            tokens = finish()
             step()
             distinct, inverse = tokens.distinct(seen)
             plan = self.encoder.plan(tokens.lengths[distinct], batch_size)

@@ -30,15 +30,18 @@ def threads() -> int:
 def spread(function: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
     """``function`` of each part, in order, by the calling thread and helpers; it gains where ``function`` gives up the
     interpreter's lock. Raises what ``function`` raised on the first part of those that failed."""
-    if len(parts) < 2:
-        return [function(part) for part in parts]
-    work = _Work(function, parts)
-    _helpers.ask(work, min(len(parts), threads()) - 1)
-    work.help()
-    return work.wait()
+    return start(function, parts, min(len(parts), threads()) - 1).wait()
 
 
-class _Work(Generic[Part, Found]):
+def start(function: Callable[[Part], Found], parts: Sequence[Part], helpers: int) -> Work[Part, Found]:
+    """The same, begun by as many helpers while the caller does something else until it waits for it."""
+    work = Work(function, parts)
+    if helpers > 0:
+        _helpers.ask(work, helpers)
+    return work
+
+
+class Work(Generic[Part, Found]):
     """Parts, of which every thread takes the next that none has taken."""
 
     def __init__(self, function: Callable[[Part], Found], parts: Sequence[Part]) -> None:
@@ -56,7 +59,8 @@ class _Work(Generic[Part, Found]):
                 self._done.put((number, None, error))
 
     def wait(self) -> list[Found]:
-        """What was found, once every part is done."""
+        """What was found, once every part is done; the caller does those that nobody has taken. To be called once."""
+        self.help()
         done = sorted((self._done.get() for _ in self._parts), key=lambda one: one[0])
         for _, _, error in done:
             if error is not None:
@@ -68,11 +72,11 @@ class _Helpers:
     """Threads that wait for work; as many as were ever asked for, and never fewer."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[_Work[Any, Any]] = SimpleQueue()
+        self._asked: SimpleQueue[Work[Any, Any]] = SimpleQueue()
         self._count = 0
         self._starting = threading.Lock()
 
-    def ask(self, work: _Work[Any, Any], count: int) -> None:
+    def ask(self, work: Work[Any, Any], count: int) -> None:
         """Let ``count`` of them help with ``work``."""
         if self._count < count:
             self._start(count)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 _TAIL = 32  # tokens at the end of a sequence, most often enough to tell it from others
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+
+
+Begin: TypeAlias = Callable[[Sequence[str]], Callable[[], list[np.ndarray]]]
+"""Texts -> a function that gives their ids, maybe begun by other threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,7 @@ class TextTokenizer:
     ``fast`` takes ``tokie`` for vocabularies that it serves (see `tilerank.fast_tokens`): the same ids, sooner.
     Raises ValueError when ``max_length`` leaves no room for one token of each.
 
-    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why; ``encode`` gives the ids of texts,
-    uncut and without special tokens.
+    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why.
     """
 
     def __init__(
@@ -143,8 +146,12 @@ class TextTokenizer:
         if max_length < shortest:
             what = "a pair of one token each" if texts == 2 else "a text of one token"
             raise ValueError(f"max_length is {max_length}; {what} takes {shortest}")
-        self.engine, self.engine_reason, self.encode = _engine(backend, fast)
+        self.engine, self.engine_reason, self._begin = _engine(backend, fast)
         self._cache: TokenCache | None = None
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, int32, uncut and without special tokens."""
+        return self._begin(texts)()
 
     @property
     def digest(self) -> str:
@@ -162,7 +169,14 @@ class TextTokenizer:
 
     def pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode ``queries[i]`` with ``passages[i]``; warns about each query that had to be cut."""
-        encoded = self._encode([*queries, *passages])
+        return self.start_pairs(queries, passages)()
+
+    def start_pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
+        """`pairs`, begun by other threads; the function that is returned does the rest and waits for them."""
+        encoded = self._start([*queries, *passages])
+        return lambda: self._pairs(queries, passages, encoded())
+
+    def _pairs(self, queries: Sequence[str], passages: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
         query_ids, passage_ids = [encoded[text] for text in queries], [encoded[text] for text in passages]
         query_counts, passage_counts = _counts(query_ids), _counts(passage_ids)
         room = self.max_length - self._two.specials
@@ -177,8 +191,15 @@ class TextTokenizer:
 
     def texts(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode each text by itself, the queries first; warns about each query that had to be cut."""
+        return self.start_texts(queries, passages)()
+
+    def start_texts(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
+        """`texts`, begun by other threads; the function that is returned does the rest and waits for them."""
         texts = [*queries, *passages]
-        encoded = self._encode(texts)
+        encoded = self._start(texts)
+        return lambda: self._texts(queries, texts, encoded())
+
+    def _texts(self, queries: Sequence[str], texts: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
         ids = [encoded[text] for text in texts]
         counts = _counts(ids)
         room = self.max_length - self._one.specials
@@ -187,14 +208,16 @@ class TextTokenizer:
             _warn_about_query(query, count, str(room))
         return self._one.assemble([self._cut(ids, counts, kept)], [kept], kept < counts)
 
-    def _encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """Token ids of each distinct text, without special tokens."""
-        distinct = list(dict.fromkeys(texts))
-        if self._cache is None:
-            return dict(zip(distinct, self.encode(distinct), strict=True))
-        known = dict(zip(distinct, self._cache.find(distinct), strict=True))
-        missing = [text for text, ids in known.items() if ids is None]
-        return {**known, **dict(zip(missing, self.encode(missing), strict=True))}
+    def _start(self, texts: Sequence[str]) -> Callable[[], dict[str, np.ndarray]]:
+        """Begin with the token ids of each distinct text, without special tokens."""
+        known: dict[str, np.ndarray] = {}
+        missing = list(dict.fromkeys(texts))
+        if self._cache is not None:
+            found = zip(missing, self._cache.find(missing), strict=True)
+            known = {text: ids for text, ids in found if ids is not None}
+            missing = [text for text in missing if text not in known]
+        encode = self._begin(missing)
+        return lambda: {**known, **dict(zip(missing, encode(), strict=True))}
 
     def _cut(self, ids: list[np.ndarray], counts: np.ndarray, kept: np.ndarray) -> list[np.ndarray]:
         cut = list(ids)
@@ -203,17 +226,17 @@ class TextTokenizer:
         return cut
 
 
-def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Callable[[Sequence[str]], list[np.ndarray]]]:
+def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Begin]:
     """Name, reason and function of what encodes."""
     reason = "asked for"
     if fast:
         try:
-            return "tokie", "it serves this vocabulary", FastEncoder(backend).encode
+            return "tokie", "it serves this vocabulary", FastEncoder(backend).start
         except ImportError:
             reason = "tokie is not installed"
         except (ValueError, OSError) as error:
             reason = str(error)
-    return "tokenizers", reason, partial(encode_with_tokenizers, backend)
+    return "tokenizers", reason, lambda texts: partial(encode_with_tokenizers, backend, texts)
 
 
 def load_tokenizer(path: Path, max_length: int, *, texts: int = 2, fast: bool = True) -> TextTokenizer:
