@@ -105,7 +105,7 @@ class FastEncoder:
         self._separator = _separator(settings.get("added_tokens") or ())
         probes = _probes(list(settings["model"]["vocab"]))
         expected = encode_with_tokenizers(backend, probes)
-        for found in (self._encode_agreed(probes), self._one_by_one(probes)):
+        for found in (self.encode(probes), self._encode_mixed(probes)):
             for text, ours, theirs in zip(probes, found, expected, strict=True):
                 if not np.array_equal(ours, theirs):
                     raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
@@ -116,49 +116,38 @@ class FastEncoder:
 
     def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
-        if are_agreed(texts):  # nearly always
-            return self._start_agreed(texts)
-        return lambda: self._encode_others(texts)
+        if self._separator is None or not texts:
+            return lambda: self._encode_mixed(texts)
+        parts = _parts(texts)
+        work = start(self._ids_if_agreed, parts, min(len(parts), threads()) - 1)
+        return lambda: self._rows(texts, work.wait())
 
-    def _encode_others(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _rows(self, texts: Sequence[str], found: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """``found``: ids of runs of texts, the separator behind each text."""
+        if any(ids is None for ids in found):
+            return self._encode_mixed(texts)
+        ids = np.concatenate(found)
+        ends = np.flatnonzero(ids == self._separator[1])
+        if len(ends) != len(texts):  # a text has the token itself
+            return self._encode_mixed(texts)
+        bounds = ends.tolist()
+        return [ids[first:end] for first, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
+
+    def _encode_mixed(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Text by text, each by the one that is to encode it."""
         agreed = list(map(is_agreed, texts))
-        asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
+        fast = iter(spread(self._ids, [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]))
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
-        fast, slow = iter(self._encode_agreed(asked)), iter(encode_with_tokenizers(self._backend, others))
+        slow = iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
-    def _encode_agreed(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return self._start_agreed(texts)()
-
-    def _start_agreed(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
-        """Several texts in a call, a special token behind each, and the calls spread over threads."""
-        if self._separator is None or not 0 < _longest(texts) <= _AT_ONCE:
-            return lambda: self._one_by_one(texts)
-        token, number = self._separator
-        joined = [token.join([*part, ""]) for part in _parts(texts)]
-        work = start(self._ids, joined, min(len(joined), threads() - 1) if len(joined) > 1 else 0)
-
-        def finish() -> list[np.ndarray]:
-            ids = np.concatenate(work.wait())
-            ends = np.flatnonzero(ids == number)
-            if len(ends) != len(texts):  # a text has the token itself
-                return self._one_by_one(texts)
-            bounds = ends.tolist()
-            return [ids[first:end] for first, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
-
-        return finish
-
-    def _one_by_one(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return spread(self._ids, texts)
+    def _ids_if_agreed(self, texts: Sequence[str]) -> np.ndarray | None:
+        """Ids of the texts, the separator's behind each; None where `are_agreed` is not sure of them."""
+        return self._ids(self._separator[0].join([*texts, ""])) if are_agreed(texts) else None
 
     def _ids(self, text: str) -> np.ndarray:
         """Gives up the interpreter's lock while it works."""
         return self._fast.encode_batch_flat([text], False)[0].view(np.int32)
-
-
-def _longest(texts: Sequence[str]) -> int:
-    """Characters of the longest text and its separator; 0 where there is no text."""
-    return max(map(len, texts), default=-_SEPARATOR_LENGTH) + _SEPARATOR_LENGTH
 
 
 def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
@@ -204,7 +193,7 @@ def are_agreed(texts: Sequence[str]) -> bool:
     """Whether `is_agreed` of every text, found sooner than one by one; False where that takes a closer look."""
     others = "".join([text for text in texts if not text.isascii()])
     return (
-        4 * _longest(texts) < LONGEST
+        4 * (max(map(len, texts)) + _SEPARATOR_LENGTH) < LONGEST
         and not any(["\x7f" in text for text in texts])
         and (not others or _has_agreed_characters(others))
     )

@@ -82,7 +82,7 @@ def test_a_hundred_thousand_random_strings(encoder: FastEncoder, backend: Any) -
     assert differing(encoder, backend, asked + anything) == []
 
 
-@pytest.mark.parametrize("way", ["_encode_agreed", "_one_by_one"])
+@pytest.mark.parametrize("way", ["encode", "_encode_mixed"])
 def test_every_way_gives_the_same_ids(encoder: FastEncoder, backend: Any, way: str) -> None:
     """A combining mark first, a special token inside, nothing at all: none of it may touch a neighbour's ids."""
     odd = ["", " ", "\n", "\u0301cell", "the", "[PA", "D]", "[", "]", "##s", "a" * 101, "cell [", "[PAD"]
@@ -124,23 +124,25 @@ def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypat
     counted = copy.copy(encoder)
     counted._fast = fast = Counted(encoder._fast)
     monkeypatch.setattr(fast_tokens, "threads", lambda: 4)
-    assert len(counted._encode_agreed(["the cell " * 200] * 36)) == 36
+    assert len(counted.encode(["the cell " * 200] * 36)) == 36
     assert sum(fast.lengths) == 36 * (1800 + len("[PAD]"))
     assert len(fast.lengths) == 4, "a call for each thread"
     fast.lengths.clear()
-    assert len(counted._encode_agreed(["the cell " * 200] * 400)) == 400
+    assert len(counted.encode(["the cell " * 200] * 400)) == 400
     assert max(fast.lengths) < fast_tokens.LONGEST / 4
     fast.lengths.clear()
-    assert [len(row) for row in counted._encode_agreed(["the", "", "cell"])] == [1, 0, 1]
+    assert len(counted.encode(["the cell " * 200] * 36 + ["a\x7fb"])) == 37
+    assert fast.lengths[-36:] == [1800] * 36, "text by text where one is left to tokenizers"
+    fast.lengths.clear()
+    assert [len(row) for row in counted.encode(["the", "", "cell"])] == [1, 0, 1]
     assert fast.lengths == [len("the[PAD][PAD]cell[PAD]")], "too little to be spread"
     counted._separator = None  # no special token is known to keep texts apart
     fast.lengths.clear()
-    assert [len(row) for row in counted._encode_agreed(["the", "", "cell"])] == [1, 0, 1]
+    assert [len(row) for row in counted.encode(["the", "", "cell"])] == [1, 0, 1]
     assert sorted(fast.lengths) == [0, 3, 4]
 
 
 def test_texts_that_are_agreed_on_together() -> None:
-    assert fast_tokens.are_agreed([])
     assert fast_tokens.are_agreed(["the", "", "Zürich 漢字", "a" * 9000])
     for other in ("a\x7fb", "a\u0378b", "cell \ud83d", "é\x7f"):
         assert not fast_tokens.are_agreed(["the", "Zürich", other, "cell"])
@@ -184,7 +186,7 @@ def test_long_texts(encoder: FastEncoder, backend: Any) -> None:
     assert differing(encoder, backend, [*long, *too_long, *long]) == []
     for text in long:
         assert differing(encoder, backend, [text]) == []
-    assert len(encoder._one_by_one(["a" * above])[0]) > 1, "tokie serves longer texts by now: raise LONGEST"
+    assert len(encoder._ids("a" * above)) > 1, "tokie serves longer texts by now: raise LONGEST"
 
 
 def test_threads_may_encode_at_once(encoder: FastEncoder, backend: Any) -> None:
@@ -221,7 +223,7 @@ def test_every_passage_of_a_data_set(
 def test_characters_that_the_two_treat_otherwise_are_left_to_tokenizers(encoder: FastEncoder) -> None:
     """If this fails `tokie` and `tokenizers` agree on more than they did: the ranges may be widened."""
     assert not any(is_agreed(text) for text in ("a\x7fb", "a\u0378b", "\ue000", "cell \ud83d", "\U0010ffff"))
-    raw = [ids.tolist() for ids in encoder._encode_agreed(["a\x7fb", "a\u0378b"])]
+    raw = [encoder._ids(text).tolist() for text in ("a\x7fb", "a\u0378b")]
     exact = encode_with_tokenizers(encoder._backend, ["a\x7fb", "a\u0378b"])
     assert any(ours != theirs.tolist() for ours, theirs in zip(raw, exact, strict=True))
 
