@@ -86,10 +86,10 @@ class GraphCache:
             return result if out is None else out.copy_(result[: len(out)], non_blocking=True)
         with self._lock:
             stream = torch.cuda.current_stream(self._device)
-            if stream != self._stream:  # nearly never; on one stream replays are in order by themselves
-                if self._stream is not None:
-                    stream.wait_stream(self._stream)
-                self._stream = stream
+            last, self._stream = self._stream, stream
+            # On one stream replays are in order by themselves. (A stream calls itself equal to None and unequal to it.)
+            if last is not None and last != stream:
+                stream.wait_stream(last)
             self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
