@@ -32,8 +32,10 @@ _IDEAS = [
 
 
 def steps_table(records: Sequence[Record]) -> str:
-    """Every path with its idea, its prediction and its time (or FAIL) at each precision recorded, in Markdown: the median,
-    and in brackets what nine of ten calls stay below."""
+    """Every path with its idea, its prediction and its time (or FAIL) at each precision recorded, in Markdown.
+
+    A time is the median, and in brackets what nine of ten calls stay below.
+    """
     summary = merge(records)
     measured = {p: steps for p in PRECISIONS if (steps := lookup(summary, f"rerank.{p}.steps"))}
     rows = []
