@@ -15,6 +15,7 @@ constexpr int kThreads = kGemmThreads;
 constexpr int kTileKeys = 32;
 constexpr int kUnitRows = kGemmWarps * 16;
 constexpr int kStages = 2;
+constexpr int kDepthsAtOnce = 4;  // of scores, in eights, that the matrix unit adds
 
 template <int D>
 constexpr int kPitch = D + 4;  // rows fall into different banks, also every second one
@@ -127,16 +128,25 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
             const auto& v_tile = tiles.v[tile % kStages];
             Fragment scores[kTileKeys / 8] = {};
 #pragma unroll
-            for (int depth = 0; depth < D / 8; ++depth) {
-                uint32_t a_high[4];
-                uint32_t a_low[4];
-                queries_at(depth, a_high, a_low);
+            for (int first_depth = 0; first_depth < D / 8; first_depth += kDepthsAtOnce) {
+                Fragment of_depths[kTileKeys / 8] = {};  // as in multiply(): the matrix unit's sums would drift
+#pragma unroll
+                for (int depth = first_depth; depth < min(first_depth + kDepthsAtOnce, D / 8); ++depth) {
+                    uint32_t a_high[4];
+                    uint32_t a_low[4];
+                    queries_at(depth, a_high, a_low);
+#pragma unroll
+                    for (int column = 0; column < kTileKeys / 8; ++column) {
+                        const Terms first_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t]);
+                        const Terms second_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t + 4]);
+                        mma_split(of_depths[column], a_high, a_low, {first_terms.high, second_terms.high},
+                                  {first_terms.low, second_terms.low});
+                    }
+                }
 #pragma unroll
                 for (int column = 0; column < kTileKeys / 8; ++column) {
-                    const Terms first_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t]);
-                    const Terms second_terms = split_terms(k_tile[column * 8 + g][depth * 8 + t + 4]);
-                    mma_split(scores[column], a_high, a_low, {first_terms.high, second_terms.high},
-                              {first_terms.low, second_terms.low});
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) scores[column][i] += of_depths[column][i];
                 }
             }
             float largest[2] = {softmax[0].max, softmax[1].max};
@@ -173,7 +183,7 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
             }
 #pragma unroll
             for (int d = 0; d < D / 8; ++d) {
-                Fragment of_tile = {};  // as in multiply(): the matrix unit's sums would drift
+                Fragment of_tile = {};  // likewise
 #pragma unroll
                 for (int column = 0; column < kTileKeys / 8; ++column) {
                     const int key = column * 8 + t * 2;

@@ -395,6 +395,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint32_t ones = pack16<Element>(1.0f, 1.0f);
         store_vector(shared.memory + kOnesAt + at, uint4{ones, ones, ones, ones});
     }
+    prefetch_weights<Element, kInOut>(plan);
     fence_async_proxy();
     __syncthreads();
     wait_for_launch_before();

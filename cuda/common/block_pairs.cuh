@@ -59,6 +59,11 @@ __device__ __forceinline__ void copy_box_to_pair(void* target, const TensorMap& 
         : "memory");
 }
 
+// The L2 begins to read so many bytes, a multiple of 16, of ordinary memory.
+__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
+    TILERANK_HOPPER("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements, as fragments have them; each lane gives the address of one of their rows.
 __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&fragments)[4]) {
     TILERANK_HOPPER("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -564,6 +569,18 @@ __device__ __forceinline__ void wait_for_heads(const BlockPlan& plan, int first_
     }
     __syncwarp();
     fence_async_proxy_global();
+}
+
+// The launch before does not write the weights: the L2 can have them before it ends.
+template <typename Element, bool kInOut>
+__device__ __forceinline__ void prefetch_weights(const BlockPlan& plan) {
+    const int rows = static_cast<int>(kInOut ? plan.columns : plan.args.width);
+    const int bytes = static_cast<int>(sizeof(Element) * (kInOut ? plan.args.width : plan.columns));
+    const Element* base = static_cast<const Element*>(plan.args.wo);
+    for (int row = static_cast<int>(threadIdx.x * gridDim.x + blockIdx.x); row < rows;
+         row += static_cast<int>(blockDim.x * gridDim.x)) {
+        prefetch_bytes(base + row * plan.args.wo_stride, bytes);
+    }
 }
 
 template <typename S, bool kInOut>
