@@ -359,7 +359,7 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
 }
 
 template <typename Element, int kColumns, bool kInOut>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
                        const __grid_constant__ AttentionMaps attention_maps, const NormalRows<Element> normal,
                        int units, float factor, int all) {

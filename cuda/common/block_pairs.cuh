@@ -19,6 +19,10 @@ constexpr int kMultiplyGroups = 2;
 constexpr int kMultiplyWarps = kMultiplyGroups * kGroupWarps;
 constexpr int kBoxRows = 32;  // rows of a weight's memory that are copied at once
 constexpr int kPartColumns = 64;
+#ifndef SHARES
+#define SHARES 1
+#endif
+constexpr bool kShares = SHARES;
 
 // ---- Clusters ----
 
@@ -39,11 +43,11 @@ __device__ __forceinline__ void fence_pair_barriers() {
     TILERANK_HOPPER("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives at that barrier of a block of the pair.
+// Arrives at that barrier of a block of the pair. For what was read, not written: it brings no fence of its own.
 __device__ __forceinline__ void pair_barrier_arrive(uint64_t* barrier, int rank) {
     TILERANK_HOPPER(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
         "r"(rank)
         : "memory");
 }
@@ -73,7 +77,8 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&fragm
 
 #undef TILERANK_HOPPER
 
-// launch() of pairs of blocks. kDependent: the kernel calls wait_for_launch_before.
+// launch() of pairs of blocks, by a kernel that says __cluster_dims__(2, 1, 1). kDependent: it calls
+// wait_for_launch_before.
 template <bool kDependent, typename... Parameters>
 int launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, size_t shared_bytes, void* stream,
                  typename Exactly<Parameters>::type... arguments) {
@@ -81,16 +86,14 @@ int launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, size
     cudaError_t error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error == cudaSuccess) {
-        cudaLaunchAttribute attributes[2]{};
-        attributes[0].id = cudaLaunchAttributeClusterDimension;
-        attributes[0].val.clusterDim.x = 2, attributes[0].val.clusterDim.y = 1, attributes[0].val.clusterDim.z = 1;
-        attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[1].val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(static_cast<unsigned>(2 * pairs)), config.blockDim = dim3(static_cast<unsigned>(threads));
         config.dynamicSmemBytes = shared_bytes;
         config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = attributes, config.numAttrs = kDependent ? 2 : 1;
+        config.attrs = &attribute, config.numAttrs = kDependent ? 1 : 0;
         void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
         error = cudaLaunchKernelExC(&config, function, pointers);
     }
@@ -238,7 +241,7 @@ struct PairRing {
     __device__ __forceinline__ void init(int thread) const {
         if (thread < S::kStages) {
             barrier_init(&full[thread], 1);
-            barrier_init(&empty[thread], 2 * kMultiplyWarps);
+            barrier_init(&empty[thread], (kShares ? 2 : 1) * kMultiplyWarps);
         }
     }
     __device__ __forceinline__ unsigned char* left(int stage) const { return memory + stage * S::kStageBytes; }
@@ -287,7 +290,14 @@ __device__ __forceinline__ void fill_pair(const PairTiles<S>& tiles, const Tenso
     const auto copy_right = [&](int stage, int step) {
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) {
-            if constexpr (kInOut) {
+            if constexpr (!kShares) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    copy_box(ring.right(stage) + (2 * i + half) * kBoxBytes, *parts[i].map,
+                             kInOut ? step * kDepth + half * kBoxRows : parts[i].column + half * kBoxRows,
+                             kInOut ? parts[i].column : step * kDepth, &ring.full[stage]);
+                }
+            } else if constexpr (kInOut) {
                 copy_box_to_pair(ring.right(stage) + (2 * i + rank) * kBoxBytes, *parts[i].map,
                                  step * kDepth + rank * kBoxRows, parts[i].column, &ring.full[stage]);
             } else {
@@ -333,7 +343,8 @@ __device__ __forceinline__ void fill_pair(const PairTiles<S>& tiles, const Tenso
 // Both blocks may overwrite the stage.
 template <typename S>
 __device__ __forceinline__ void release_stage(const PairRing<S>& ring, int stage, int lane) {
-    if (lane < 2) pair_barrier_arrive(&ring.empty[stage], lane);
+    if (kShares && lane < 2) pair_barrier_arrive(&ring.empty[stage], lane);
+    if (!kShares && lane == 0) barrier_arrive(&ring.empty[stage]);
 }
 
 // sums += left right^T over a step, of a group's 64 rows.
@@ -440,7 +451,7 @@ struct PairMaps {
 };
 
 template <typename Element, int kColumns, bool kInOut>
-__global__ void __launch_bounds__(kProjectThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kProjectThreads, 1)
     project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
             const NormalRows<Element> normal, int64_t counters) {
     using S = PairShape<kColumns>;
@@ -468,8 +479,8 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
     }
     // Parts beyond the last one are beyond v's columns: zeros.
     const auto matrix_of = [&](int part) { return min(part / matrix_parts, 2); };
+    if (warp < kGroupWarps) give_registers_back<kNormalRegisters>();
     if (warp == 0) {
-        give_registers_back<kNormalRegisters>();
         pair_wait();
         fill_pair<S, kInOut>(
             tiles, maps.x, steps, ring, rank, lane,
@@ -481,7 +492,6 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
                 return {&maps.weights[matrix], (part - matrix * matrix_parts) * kPartColumns};
             });
     } else if (warp < kGroupWarps) {
-        give_registers_back<kNormalRegisters>();
         const int units = (static_cast<int>(plan.rows) + kNormalUnit<Element> - 1) / kNormalUnit<Element>;
         if (pre_ln) {
 #pragma unroll 1
