@@ -1,8 +1,8 @@
-// Wide tiles: warpgroup_block whose attention takes 128 keys at a time, all of them and the queries by bulk copies, and
-// scores from products whose factors both lie in shared memory. A product of a warpgroup that has its left factor in
-// registers takes as long for 64 columns as for 128.
-// Prediction: at 4 x 4096 tokens of width 1024 670 us beside 790 of warpgroup_block: 64 keys of 64 rows took it 500
-//   cycles of the matrix unit, 384 here; at 4 x 512 55 us beside 60.
+// Wide tiles: warpgroup_block with products of 128 x 256 and more at a time. Rows are normalised once, into memory, by
+// warps that have nothing else to do; attention takes 128 keys at a time, queries, keys and values by bulk copies, scores
+// from factors that both lie in shared memory.
+// Prediction: at 4 x 4096 tokens of width 1024 690 us beside 830 unfused; at 4 x 128 33 us beside 42: the first products
+//   at cuBLAS's rate without normalising beside them, attention at 128 keys a tile, wide tiles of the projection.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
 #include "common/block_pairs.cuh"
 #include "common/softmax.cuh"
@@ -435,26 +435,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 
 // ---- Launching ----
 
-// The normalised rows lie where the attended ones will be, or behind the counters where those are narrower.
-bool normal_rows_are_apart(const BlockArgs& args) {
-    return args.pre_ln != 0 && args.width > args.num_heads * args.head_dim;
-}
-size_t marks_at(const BlockArgs& args) {
-    return 4 * tensor_bytes(args) + plan_aligned(4 * static_cast<size_t>(pair_counters(args)));
-}
-size_t rows_at(const BlockArgs& args) { return marks_at(args) + plan_aligned(8 * static_cast<size_t>(normal_units(args))); }
-size_t workspace_bytes(const BlockArgs& args) {
-    const size_t rows = 2 * static_cast<size_t>(args.batch * args.tokens * args.width);
-    return rows_at(args) + (normal_rows_are_apart(args) ? plan_aligned(rows) : 0);
-}
-
-template <typename Element>
-NormalRows<Element> normal_rows(const BlockPlan& plan, void* workspace) {
-    unsigned char* memory = static_cast<unsigned char*>(workspace);
-    void* rows = normal_rows_are_apart(plan.args) ? memory + rows_at(plan.args) : plan.attention.out;
-    return {static_cast<Element*>(rows), reinterpret_cast<uint64_t*>(memory + marks_at(plan.args)), next_mark()};
-}
-
 template <typename Element, int kColumns, bool kInOut>
 tilerank_status launch_second(const BlockPlan& plan, const PairMaps& maps, const AttentionMaps& attention_maps,
                               const NormalRows<Element>& normal, void* stream) {
@@ -503,7 +483,7 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
 
 }  // namespace wide_tiles
 
-size_t block_wide_tiles_workspace(const BlockArgs& args) { return wide_tiles::workspace_bytes(args); }
+size_t block_wide_tiles_workspace(const BlockArgs& args) { return block_pairs::workspace_bytes(args); }
 
 tilerank_status block_wide_tiles(const BlockArgs& args, void* workspace, void* stream) {
     using namespace wide_tiles;

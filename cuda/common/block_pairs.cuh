@@ -120,7 +120,8 @@ template <typename Element>
 constexpr int kNormalUnit = kHeldRows<Element>;
 
 inline int64_t normal_units(const BlockArgs& args) {
-    return args.pre_ln ? ceil_divide(args.batch * args.tokens, kHeldRows<__half>) : 0;
+    const int unit = args.dtype == TILERANK_FP32 ? kNormalUnit<float> : kNormalUnit<__half>;
+    return args.pre_ln ? ceil_divide(args.batch * args.tokens, unit) : 0;
 }
 
 inline uint64_t next_mark() {
@@ -192,24 +193,28 @@ __device__ __forceinline__ void normalize_unit(const BlockPlan& plan, const Norm
 template <typename Element>
 __device__ __forceinline__ void wait_for_rows(const BlockPlan& plan, const NormalRows<Element>& normal, int first_row,
                                               int lane) {
-    static_assert(kBlockRows == kWarpSize * kNormalUnit<Element>);
     constexpr int kPatience = 100;  // some 50 us
+    constexpr int kUnits = kBlockRows / kNormalUnit<Element>;
+    static_assert(kUnits % kWarpSize == 0);
     const int first_unit = first_row / kNormalUnit<Element>;
-    const int unit = first_unit + lane;
-    bool is_missing = unit * kNormalUnit<Element> < static_cast<int>(plan.rows);
+#pragma unroll
+    for (int first = first_unit; first < first_unit + kUnits; first += kWarpSize) {
+        const int unit = first + lane;
+        bool is_missing = unit * kNormalUnit<Element> < static_cast<int>(plan.rows);
 #pragma unroll 1
-    for (int turn = 0;; ++turn) {
-        if (is_missing) {
-            uint64_t mark;
-            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(mark) : "l"(normal.done + unit) : "memory");
-            is_missing = mark != normal.mark;
-        }
-        const unsigned missing = __ballot_sync(kFullMask, is_missing);
-        if (missing == 0) break;
-        if (turn >= kPatience) {
-            normalize_unit<Element>(plan, normal, first_unit + __ffs(static_cast<int>(missing)) - 1, lane);
-        } else {
-            __nanosleep(32);
+        for (int turn = 0;; ++turn) {
+            if (is_missing) {
+                uint64_t mark;
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(mark) : "l"(normal.done + unit) : "memory");
+                is_missing = mark != normal.mark;
+            }
+            const unsigned missing = __ballot_sync(kFullMask, is_missing);
+            if (missing == 0) break;
+            if (turn >= kPatience) {
+                normalize_unit<Element>(plan, normal, first + __ffs(static_cast<int>(missing)) - 1, lane);
+            } else {
+                __nanosleep(32);
+            }
         }
     }
     fence_async_proxy_global();
@@ -684,6 +689,28 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const PairTil
     }
 }
 
+// ---- The workspace ----
+
+// The normalised rows lie where the attended ones will be, or behind the counters where those are narrower.
+inline bool normal_rows_are_apart(const BlockArgs& args) {
+    return args.pre_ln != 0 && args.width > args.num_heads * args.head_dim;
+}
+inline size_t marks_at(const BlockArgs& args) {
+    return 4 * tensor_bytes(args) + plan_aligned(4 * static_cast<size_t>(pair_counters(args)));
+}
+inline size_t rows_at(const BlockArgs& args) { return marks_at(args) + plan_aligned(8 * static_cast<size_t>(normal_units(args))); }
+inline size_t workspace_bytes(const BlockArgs& args) {
+    const size_t rows = (args.dtype == TILERANK_FP32 ? 4 : 2) * static_cast<size_t>(args.batch * args.tokens * args.width);
+    return rows_at(args) + (normal_rows_are_apart(args) ? plan_aligned(rows) : 0);
+}
+
+template <typename Element>
+NormalRows<Element> normal_rows(const BlockPlan& plan, void* workspace) {
+    unsigned char* memory = static_cast<unsigned char*>(workspace);
+    void* rows = normal_rows_are_apart(plan.args) ? memory + rows_at(plan.args) : plan.attention.out;
+    return {static_cast<Element*>(rows), reinterpret_cast<uint64_t*>(memory + marks_at(plan.args)), next_mark()};
+}
+
 // ---- Launching ----
 
 // How many columns a call's tiles have: wide ones cost less memory traffic, narrow ones leave fewer pairs without
@@ -710,13 +737,14 @@ struct PairColumns {
     }
 };
 
+// weight_rows: rows of a weight's memory in a box.
 template <bool kInOut>
 tilerank_status describe_pairs(const char* name, const BlockPlan& plan, const void* rows, int64_t rows_stride,
-                               PairMaps* maps) {
+                               PairMaps* maps, int weight_rows = kBoxRows) {
     const BlockArgs& args = plan.args;
     const auto weights = [&](TensorMap* map, const void* base, int64_t outputs, int64_t inputs, int64_t stride) {
-        return kInOut ? describe_matrix(map, args.dtype, base, inputs, outputs, stride, kBoxRows)
-                      : describe_matrix(map, args.dtype, base, outputs, inputs, stride, kBoxRows);
+        return kInOut ? describe_matrix(map, args.dtype, base, inputs, outputs, stride, weight_rows)
+                      : describe_matrix(map, args.dtype, base, outputs, inputs, stride, weight_rows);
     };
     // Rows of all sequences are equally far from each other: check_call has seen to it.
     if (describe_matrix(&maps->x, args.dtype, rows, plan.rows, args.width, rows_stride, kBlockRows) &&

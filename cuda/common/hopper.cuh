@@ -22,9 +22,9 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
-// Describes `rows` x `columns` 16-bit elements, rows `stride` elements apart, copied in boxes of box_rows x 64 columns
-// that come to lie as swizzled rows of 128 bytes; what is outside of the matrix arrives as zeros. base: a multiple of
-// 16 bytes, stride of 8 elements. False when the driver refuses.
+// Describes `rows` x `columns` elements, rows `stride` elements apart, copied in boxes of box_rows rows of 128 bytes that
+// come to lie swizzled; what is outside of the matrix arrives as zeros. base and stride: multiples of 16 bytes. False
+// when the driver refuses.
 inline bool describe_matrix(TensorMap* map, int32_t dtype, const void* base, int64_t rows, int64_t columns,
                             int64_t stride, int box_rows) {
     using Encode = int (*)(TensorMap*, int type, uint32_t rank, void* base, const uint64_t* sizes,
@@ -44,16 +44,19 @@ inline bool describe_matrix(TensorMap* map, int32_t dtype, const void* base, int
     }();
     if (encode == nullptr) return false;
     constexpr int kFp16 = 6;  // CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    constexpr int kFp32 = 7;
     constexpr int kBf16 = 9;
     constexpr int kNoInterleave = 0;
     constexpr int kSwizzle128 = 3;
     constexpr int kPromote256 = 3;
     constexpr int kFillZeros = 0;
     const uint64_t sizes[2] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)};
-    const uint64_t strides[1] = {static_cast<uint64_t>(stride) * 2};
-    const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)};
+    const uint32_t bytes = dtype == TILERANK_FP32 ? 4 : 2;
+    const uint64_t strides[1] = {static_cast<uint64_t>(stride) * bytes};
+    const uint32_t box[2] = {128 / bytes, static_cast<uint32_t>(box_rows)};
     const uint32_t steps[2] = {1, 1};
-    return encode(map, dtype == TILERANK_FP16 ? kFp16 : kBf16, 2, const_cast<void*>(base), sizes, strides, box, steps,
+    const int type = dtype == TILERANK_FP32 ? kFp32 : dtype == TILERANK_FP16 ? kFp16 : kBf16;
+    return encode(map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
                   kNoInterleave, kSwizzle128, kPromote256, kFillZeros) == 0;
 }
 
