@@ -4,13 +4,13 @@
 // Prediction: at 4 x 4096 tokens of width 1024 690 us beside 830 unfused; at 4 x 128 33 us beside 42: the first products
 //   at cuBLAS's rate without normalising beside them, attention at 128 keys a tile, wide tiles of the projection.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
-#include "common/block_pairs.cuh"
+#include "common/block_wide.cuh"
 #include "common/softmax.cuh"
 
 namespace tilerank {
 namespace wide_tiles {
 
-using namespace block_pairs;
+using namespace block_wide;
 
 constexpr const char* kName = "wide_tiles";
 constexpr int D = 64;  // of a head: rows of 128 bytes, the swizzle's width
@@ -42,7 +42,7 @@ static_assert(kMultiplyGroups * kOutRegisters + kIdleRegisters + kCopyRegisters 
               (kGroups + 1) * launch_registers(kThreads));
 // A warp begins with 128 registers: not enough for an instruction with 256 columns of sums, whatever it takes later.
 template <int kColumns>
-using OutShape = PairShape<kColumns, (kColumns > 128 ? 128 : kColumns)>;
+using OutShape = WideShape<kColumns, (kColumns > 128 ? 128 : kColumns)>;
 // The rings of the attention and of the projection have the same place.
 template <int kColumns>
 constexpr int kMemoryBytes = kAttentionBytes > OutShape<kColumns>::kBytes ? kAttentionBytes
@@ -99,17 +99,16 @@ struct Shared {
     int* numbers;  // of each stage of queries
 };
 
-// By one thread: takes numbers and brings their queries, keys and values. The first blocks of pairs take the even
-// numbers, the second ones the odd: so both end with the attention at about the same time.
+// By one thread: takes numbers and brings their queries, keys and values.
 __device__ __forceinline__ void fill_attention(const BlockPlan& plan, const AttentionMaps& maps, const Shared& shared,
-                                               int rank, int all) {
+                                               int all) {
     const int tokens = static_cast<int>(plan.args.tokens);
     RingPlace<kQueryStages> queries;
     RingPlace<kStages> at;
 #pragma unroll 1
     for (;;) {
         barrier_wait(&shared.queries_empty[queries.stage], queries.parity ^ 1);
-        const int number = static_cast<int>(2 * counter_add(plan.counters + rank, 1)) + rank;
+        const int number = take_ticket(plan.counters);
         shared.numbers[queries.stage] = number;
         if (number >= all) {
             barrier_arrive(&shared.queries_full[queries.stage]);
@@ -353,14 +352,14 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
         __syncwarp();
         const int unit = (tile.first_row + group * kUnitRows) / kUnitRows;
         const int units = static_cast<int>(plan.row_blocks);
-        if (lane == 0 && unit < units) counter_add(heads_done(plan, tile.sequence * units + unit), 1);
+        if (lane == 0 && unit < units) count_done(heads_done(plan, tile.sequence * units + unit));
     }
     wgmma_wait<0>();
 }
 
 template <typename Element, int kColumns, bool kInOut>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
-    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ WideMaps maps,
                        const __grid_constant__ AttentionMaps attention_maps, const NormalRows<Element> normal,
                        int units, float factor, int all) {
     using S = OutShape<kColumns>;
@@ -373,14 +372,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     shared.queries_full = dynamic.take<uint64_t>(kQueryStages);
     shared.queries_empty = dynamic.take<uint64_t>(kQueryStages);
     shared.numbers = dynamic.take<int>(kQueryStages);
-    const PairRing<S> ring = {shared.memory, dynamic.take<uint64_t>(S::kStages), dynamic.take<uint64_t>(S::kStages)};
+    const WideRing<S> ring = {shared.memory, dynamic.take<uint64_t>(S::kStages), dynamic.take<uint64_t>(S::kStages),
+                              dynamic.take<int>(S::kStages)};
     uint32_t* is_last = dynamic.take<uint32_t>(1);
-    const PairTiles<S> tiles(plan.rows, ceil_parts(plan.args.width));
+    const WideTiles<S> tiles(plan.rows, ceil_parts(plan.args.width));
 
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = uniform(thread / kWarpSize);
     const int lane = thread % kWarpSize;
-    const int rank = pair_rank();
     if (thread < kStages) {
         barrier_init(&shared.full[thread], 1);
         barrier_init(&shared.empty[thread], kGroups * kGroupWarps);
@@ -390,7 +389,6 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         barrier_init(&shared.queries_empty[thread], kGroups * kGroupWarps);
     }
     ring.init(thread);
-    fence_pair_barriers();
     for (int at = thread * 16; at < kOnesBytes; at += kThreads * 16) {
         const uint32_t ones = pack16<Element>(1.0f, 1.0f);
         store_vector(shared.memory + kOnesAt + at, uint4{ones, ones, ones, ones});
@@ -403,20 +401,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
          unit += static_cast<int>(gridDim.x) * kThreads) {
         normal.done[unit] = 0;
     }
-    const auto leave_attention = [] {  // of both blocks: its memory is then free for the projection
+    const auto leave_attention = [] {  // its memory is then free for the projection
         fence_async_proxy();
-        pair_arrive();
-        pair_wait();
+        __syncthreads();
     };
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kCopyRegisters>();
         if (thread == kGroups * kGroupThreads) {
             fence_async_proxy_global();
-            fill_attention(plan, attention_maps, shared, rank, all);
+            fill_attention(plan, attention_maps, shared, all);
         }
         __syncwarp();
         leave_attention();
-        if (warp == kGroups * kGroupWarps) fill_out<S, kInOut>(plan, maps, tiles, ring, rank, lane);
+        if (warp == kGroups * kGroupWarps) fill_out<S, kInOut>(plan, maps, tiles, ring, lane);
     } else {
         take_registers<kRegisters>();
         attend<Element>(plan, shared, all, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
@@ -425,32 +422,31 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
             give_registers_back<kIdleRegisters>();
         } else {
             take_registers<kOutRegisters>();
-            project_out<Element, S, kInOut>(plan, tiles, ring, is_last, rank, warp, lane);
+            project_out<Element, S, kInOut>(plan, tiles, ring, is_last, warp, lane);
         }
     }
-    // Neither block ends while the other may still write to its memory.
-    pair_arrive();
-    pair_wait();
 }
 
 // ---- Launching ----
 
 template <typename Element, int kColumns, bool kInOut>
-tilerank_status launch_second(const BlockPlan& plan, const PairMaps& maps, const AttentionMaps& attention_maps,
+tilerank_status launch_second(const BlockPlan& plan, const WideMaps& maps, const AttentionMaps& attention_maps,
                               const NormalRows<Element>& normal, void* stream) {
     using S = OutShape<kColumns>;
     constexpr size_t kSharedBytes =
         DynamicShared::bytes<unsigned char>(kMemoryBytes<kColumns> + 1024) +
         2 * DynamicShared::bytes<uint64_t>(kStages) + 2 * DynamicShared::bytes<uint64_t>(kQueryStages) +
         DynamicShared::bytes<int>(kQueryStages) + 2 * DynamicShared::bytes<uint64_t>(S::kStages) +
-        DynamicShared::bytes<uint32_t>(1);
+        DynamicShared::bytes<int>(S::kStages) + DynamicShared::bytes<uint32_t>(1);
     static_assert(kSharedBytes <= kMostShared);
     const int64_t all = plan.args.batch * plan.args.num_heads * ceil_divide(plan.args.tokens, kTileRows);
-    const int64_t work = std::max<int64_t>(ceil_divide(all, 2), PairTiles<S>(plan.rows, ceil_parts(plan.args.width)).all);
-    return launched(kName, launch_pairs<true>(attend_and_project<Element, kColumns, kInOut>,
-                                              std::min(most_pairs(), work), kThreads, kSharedBytes, stream, plan, maps,
-                                              attention_maps, normal, static_cast<int>(normal_units(plan.args)),
-                                              nonzero_scale_log2(plan.attention), static_cast<int>(all)));
+    const int64_t work = std::max<int64_t>(all, WideTiles<S>(plan.rows, ceil_parts(plan.args.width)).all);
+    const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), work);
+    return launched(kName, launch_dependent(attend_and_project<Element, kColumns, kInOut>,
+                                            dim3(static_cast<unsigned>(blocks)), dim3(kThreads), kSharedBytes, stream,
+                                            plan, maps, attention_maps, normal,
+                                            static_cast<int>(normal_units(plan.args)),
+                                            nonzero_scale_log2(plan.attention), static_cast<int>(all)));
 }
 
 template <typename Element, bool kInOut>
@@ -459,9 +455,9 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
     const AttentionArgs& a = plan.attention;
     const NormalRows<Element> normal = normal_rows<Element>(plan, workspace);
     const void* x = args.pre_ln ? normal.rows : args.x;
-    PairMaps maps;
+    WideMaps maps;
     tilerank_status status =
-        describe_pairs<kInOut>(kName, plan, x, args.pre_ln ? args.width : args.x_strides[1], &maps);
+        describe_wide<kInOut>(kName, plan, x, args.pre_ln ? args.width : args.x_strides[1], &maps);
     if (status != TILERANK_OK) return status;
     AttentionMaps attention_maps;
     if (!describe_matrix(&attention_maps.q, args.dtype, a.q, plan.rows, plan.columns, plan.columns, kTileRows) ||
@@ -469,11 +465,11 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
         !describe_matrix(&attention_maps.v, args.dtype, a.v, plan.rows, plan.columns, plan.columns, kTileKeys)) {
         return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the driver describes no matrix to the copy engine", kName);
     }
-    const PairColumns columns = PairColumns::of(plan);
+    const WideColumns columns = WideColumns::of(plan);
     const auto first = columns.project == 256   ? launch_project<Element, 256, kInOut>
                        : columns.project == 192 ? launch_project<Element, 192, kInOut>
                                                 : launch_project<Element, 128, kInOut>;
-    status = first(kName, plan, maps, normal, pair_counters(args), stream);
+    status = first(kName, plan, maps, normal, wide_counters(args), stream);
     if (status != TILERANK_OK) return status;
     const auto second = columns.out == 256   ? launch_second<Element, 256, kInOut>
                         : columns.out == 128 ? launch_second<Element, 128, kInOut>
@@ -483,7 +479,7 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
 
 }  // namespace wide_tiles
 
-size_t block_wide_tiles_workspace(const BlockArgs& args) { return block_pairs::workspace_bytes(args); }
+size_t block_wide_tiles_workspace(const BlockArgs& args) { return block_wide::workspace_bytes(args); }
 
 tilerank_status block_wide_tiles(const BlockArgs& args, void* workspace, void* stream) {
     using namespace wide_tiles;

@@ -4,13 +4,13 @@
 // Prediction: at 4 x 1024 tokens of width 1024 900 us beside 1,260 unfused and 1,540 of split_tf32; at 4 x 128 130 us
 //   beside 215 and 340: 35 GFLOP of products at 100 TFLOP/s instead of 35.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
-#include "common/block_pairs.cuh"
+#include "common/block_wide.cuh"
 #include "common/block_split.cuh"
 
 namespace tilerank {
 namespace split_groups {
 
-using namespace block_pairs;
+using namespace block_wide;
 
 constexpr const char* kName = "split_groups";
 constexpr int kTeams = 3;  // in the attention; in products two multiply and the third splits
@@ -229,7 +229,7 @@ __host__ __device__ inline int64_t row_tiles(int64_t rows) { return (rows + kBlo
 
 template <bool kInOut>
 __global__ void __launch_bounds__(kThreads, 1)
-    project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
+    project(const __grid_constant__ BlockPlan plan, const __grid_constant__ WideMaps maps,
             const NormalRows<float> normal, int64_t counters) {
     DynamicShared memory;
     unsigned char* unaligned = memory.take<unsigned char>(kRingBytes + 1024);
@@ -289,6 +289,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                 fill_tile<kInOut>(ring, at, maps.x, maps.weights[matrix], first_row, first_column, steps, lane);
             });
         } else if (pre_ln) {
+            prefetch_factors<float>(args, lane);
             const int units = static_cast<int>((plan.rows + kNormalUnit<float> - 1) / kNormalUnit<float>);
 #pragma unroll 1
             for (int unit = static_cast<int>((warp % kGroupWarps - 1) * gridDim.x + blockIdx.x); unit < units;
@@ -317,7 +318,7 @@ __device__ __forceinline__ void attend_units(const BlockPlan& plan, block_split:
 #pragma unroll 1
     for (;;) {
         sync();  // the number before has been read
-        if (thread == 0) *slot = counter_add(plan.counters, 1);
+        if (thread == 0) *slot = static_cast<uint32_t>(take_ticket(plan.counters));
         sync();
         const int64_t number = *slot;
         if (number >= all) return;
@@ -328,14 +329,14 @@ __device__ __forceinline__ void attend_units(const BlockPlan& plan, block_split:
         fence_async_proxy_global();
         __syncwarp();
         if (thread % kWarpSize == 0) {
-            counter_add(heads_done(plan, static_cast<int>(sequence * plan.row_blocks + unit)), 1);
+            count_done(heads_done(plan, static_cast<int>(sequence * plan.row_blocks + unit)));
         }
     }
 }
 
 template <int D, bool kInOut>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
+    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ WideMaps maps,
                        const NormalRows<float> normal, int units, float factor) {
     DynamicShared memory;
     unsigned char* unaligned = memory.take<unsigned char>(kMemoryBytes<D> + 1024);
@@ -431,8 +432,8 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
     const BlockArgs& args = plan.args;
     const NormalRows<float> normal = normal_rows<float>(plan, workspace);
     const void* x = args.pre_ln ? normal.rows : args.x;
-    PairMaps maps;
-    tilerank_status status = describe_pairs<kInOut>(kName, plan, x, args.pre_ln ? args.width : args.x_strides[1], &maps,
+    WideMaps maps;
+    tilerank_status status = describe_wide<kInOut>(kName, plan, x, args.pre_ln ? args.width : args.x_strides[1], &maps,
                                                     kInOut ? kInputs : kColumns);
     if (status != TILERANK_OK) return status;
     const int64_t multis = std::max(multiprocessors(), 1);
@@ -442,7 +443,7 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
     static_assert(kSecondBytes <= kMostShared);
     const int64_t first = std::min(multis, row_tiles(plan.rows) * 3 * column_tiles(plan.columns));
     status = launched(kName, launch(project<kInOut>, dim3(static_cast<unsigned>(first)), dim3(kThreads), kFirstBytes,
-                                    stream, plan, maps, normal, pair_counters(args)));
+                                    stream, plan, maps, normal, wide_counters(args)));
     if (status != TILERANK_OK) return status;
     const int64_t attention = ceil_divide(args.batch * plan.row_blocks * args.num_heads, kTeams);
     const int64_t second = std::min(multis, std::max(attention, row_tiles(plan.rows) * column_tiles(args.width)));
@@ -453,7 +454,7 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
 
 }  // namespace split_groups
 
-size_t block_split_groups_workspace(const BlockArgs& args) { return block_pairs::workspace_bytes(args); }
+size_t block_split_groups_workspace(const BlockArgs& args) { return block_wide::workspace_bytes(args); }
 
 tilerank_status block_split_groups(const BlockArgs& args, void* workspace, void* stream) {
     using namespace split_groups;

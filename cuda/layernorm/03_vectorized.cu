@@ -1,10 +1,8 @@
-// Vectorised: rows by 16-byte vectors, a warp or half a warp each. A row stays in registers, so that its mean and then
-// its variance take two short passes without memory, while the next row's loads are under way. Rows that are too wide or
-// do not begin at multiples of 16 bytes are welford's, by vectors.
+// Vectorised: rows by 16-byte vectors, a warp or half a warp each. A row stays in registers, all its loads under way at
+// once, so that its mean and then its variance take two short passes without memory. Rows that are too wide or do not
+// begin at multiples of 16 bytes are welford's, by vectors.
 // Prediction: 17 us for 16,384 rows of 1,024 in fp16, and 5 us for 512: 67 MB at 4.2 TB/s, nothing else in the way.
 // Answer: metrics/<machine>/bench_layernorm.json and docs/block.md.
-#include <algorithm>
-
 #include "common/layernorm.cuh"
 
 namespace tilerank {
@@ -13,7 +11,6 @@ namespace vectorized {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kMostParts = 8;  // vectors of a row that a lane keeps
-constexpr int kAheadParts = 4;  // of them, with which there is room for the next row's too
 
 // Sum over kLanes neighbouring lanes.
 template <int kLanes>
@@ -25,85 +22,45 @@ __device__ __forceinline__ float lanes_sum(float value) {
     return value;
 }
 
-// What a lane has of a row, as it lies in memory.
-template <typename Element, int kParts>
-struct RawRow {
-    uint4 x[kParts];
-    uint4 residual[kParts];
-};
-
-template <typename Element>
-__device__ __forceinline__ void add_vector(float (&values)[16 / sizeof(Element)], const uint4& raw) {
-    constexpr int kPart = 16 / sizeof(Element);
-    Element elements[kPart];
-    memcpy(elements, &raw, 16);
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) values[i] += to_float(elements[i]);
-}
-
 // Rows of `vectors` vectors, each by kLanes lanes that keep kParts of them.
 template <typename Element, int kLanes, int kParts>
 __global__ void __launch_bounds__(kThreads) kernel(LayernormArgs args, int vectors) {
     constexpr int kPart = 16 / sizeof(Element);
-    constexpr int kRows = kWarpSize / kLanes;  // of a warp at once
-    constexpr bool kAhead = kParts <= kAheadParts;
+    constexpr int kRows = kThreads / kLanes;  // of a block
     const int lane = threadIdx.x % kLanes;
-    const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps * kRows;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
+    const NormRow<Element> row(args, min(index, args.rows - 1));  // lanes without a row have the last one, unwritten
     const float width = static_cast<float>(args.width);
-    const float epsilon = static_cast<float>(args.epsilon);
     const auto column_of = [&](int part) { return (part * kLanes + lane) * kPart; };
     const auto exists = [&](int part) { return (part + 1) * kLanes <= vectors || part * kLanes + lane < vectors; };
-    const auto load = [&](RawRow<Element, kParts>& raw, int64_t index) {
-        const NormRow<Element> row(args, min(index, args.rows - 1));
+    float values[kParts][kPart] = {};
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            if (!exists(part)) continue;
-            raw.x[part] = load_vector<uint4>(row.x + column_of(part));
-            if (row.residual != nullptr) raw.residual[part] = load_vector<uint4>(row.residual + column_of(part));
+    for (int part = 0; part < kParts; ++part) {
+        if (exists(part)) row.load(values[part], column_of(part), kPart, true);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) sum += values[part][i];  // zeros where there is no vector
+    }
+    RowScale scale;
+    scale.mean = lanes_sum<kLanes>(sum) / width;
+    float squares = 0.0f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        if (!exists(part)) continue;
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) {
+            const float distance = values[part][i] - scale.mean;
+            squares += distance * distance;
         }
-    };
-    RawRow<Element, kParts> raw;
-    const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize) * kRows;
-    if (first < args.rows) load(raw, first + threadIdx.x % kWarpSize / kLanes);
-#pragma unroll 1
-    for (int64_t base = first; base < args.rows; base += step) {
-        const int64_t index = base + threadIdx.x % kWarpSize / kLanes;
-        const NormRow<Element> row(args, min(index, args.rows - 1));
-        float values[kParts][kPart] = {};
+    }
+    scale.factor = 1.0f / sqrtf(lanes_sum<kLanes>(squares) / width + static_cast<float>(args.epsilon));
+    if (index >= args.rows) return;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            if (!exists(part)) continue;
-            add_vector<Element>(values[part], raw.x[part]);
-            if (row.bias != nullptr) add_vector<Element>(values[part], load_vector<uint4>(row.bias + column_of(part)));
-            if (row.residual != nullptr) add_vector<Element>(values[part], raw.residual[part]);
-        }
-        if (kAhead && base + step < args.rows) load(raw, index + step);
-        float sum = 0.0f;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-            for (int i = 0; i < kPart; ++i) sum += values[part][i];  // zeros where there is no vector
-        }
-        RowScale scale;
-        scale.mean = lanes_sum<kLanes>(sum) / width;
-        float squares = 0.0f;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            if (!exists(part)) continue;
-#pragma unroll
-            for (int i = 0; i < kPart; ++i) {
-                const float distance = values[part][i] - scale.mean;
-                squares += distance * distance;
-            }
-        }
-        scale.factor = 1.0f / sqrtf(lanes_sum<kLanes>(squares) / width + epsilon);
-        if (index < args.rows) {
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                if (exists(part)) row.store(column_of(part), values[part], kPart, true, scale);
-            }
-        }
-        if (!kAhead && base + step < args.rows) load(raw, index + step);
+    for (int part = 0; part < kParts; ++part) {
+        if (exists(part)) row.store(column_of(part), values[part], kPart, true, scale);
     }
 }
 
@@ -135,15 +92,9 @@ __global__ void __launch_bounds__(kThreads) read_twice(LayernormArgs args, bool 
 
 template <typename Element, int kLanes, int kParts>
 tilerank_status launch_rows(const LayernormArgs& args, void* stream) {
-    // That a multiprocessor has registers for.
-    constexpr int64_t kBlocksAtOnce = kParts <= 2 ? 8 : kParts == 3 ? 6 : kParts == 4 ? 5 : kParts == 6 ? 3 : 4;
-    constexpr int64_t kRows = kWarps * kWarpSize / kLanes;
-    const int64_t all = (args.rows + kRows - 1) / kRows;
-    const int64_t most = kBlocksAtOnce * std::max(multiprocessors(), 1);
-    // As many rounds for every block, rather than a last round of few.
-    const int64_t rounds = (all + most - 1) / most;
-    return launch_blocks("vectorized", kernel<Element, kLanes, kParts>, (all + rounds - 1) / rounds, kThreads, 0, stream,
-                         args, static_cast<int>(args.width * sizeof(Element) / 16));
+    constexpr int64_t kRows = kThreads / kLanes;
+    return launch_blocks("vectorized", kernel<Element, kLanes, kParts>, (args.rows + kRows - 1) / kRows, kThreads, 0,
+                         stream, args, static_cast<int>(args.width * sizeof(Element) / 16));
 }
 
 template <typename Element>

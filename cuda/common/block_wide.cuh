@@ -1,6 +1,5 @@
-// Shared policy of the attention block's kernels for Hopper whose blocks work in pairs (clusters of two): both launches'
-// products with weights. The blocks of a pair have neighbouring rows and the same weights, of which each brings one half
-// for both: the copy engine writes it to both shared memories, and the L2 is read once.
+// Shared policy of the attention block's kernels for Hopper with wide tiles: rows that are normalised once, into memory,
+// and both launches' products with weights.
 #pragma once
 
 #include <atomic>
@@ -9,59 +8,20 @@
 #include "common/block_hopper.cuh"
 
 namespace tilerank {
-namespace block_pairs {
+namespace block_wide {
 
 using namespace block_hopper;
 
-constexpr int kBlockRows = 128;  // of a block's tile, 64 a group
-constexpr int kPairRows = 2 * kBlockRows;
+constexpr int kBlockRows = 128;  // of a tile, 64 a group
 constexpr int kMultiplyGroups = 2;
 constexpr int kMultiplyWarps = kMultiplyGroups * kGroupWarps;
-constexpr int kBoxRows = 32;  // rows of a weight's memory that are copied at once
 constexpr int kPartColumns = 64;
-#ifndef SHARES
-#define SHARES 1
-#endif
-constexpr bool kShares = SHARES;
-
-// ---- Clusters ----
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TILERANK_HOPPER(...) asm volatile(__VA_ARGS__)
 #else
 #define TILERANK_HOPPER(...) __trap()
 #endif
-
-// Which block of its pair.
-__device__ __forceinline__ int pair_rank() { return static_cast<int>(blockIdx.x % 2); }
-
-// Barrier of all threads of a pair, in two steps.
-__device__ __forceinline__ void pair_arrive() { TILERANK_HOPPER("barrier.cluster.arrive;" ::: "memory"); }
-__device__ __forceinline__ void pair_wait() { TILERANK_HOPPER("barrier.cluster.wait;" ::: "memory"); }
-// What barrier_init wrote is seen by the other block, after pair_arrive and pair_wait.
-__device__ __forceinline__ void fence_pair_barriers() {
-    TILERANK_HOPPER("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives at that barrier of a block of the pair. For what was read, not written: it brings no fence of its own.
-__device__ __forceinline__ void pair_barrier_arrive(uint64_t* barrier, int rank) {
-    TILERANK_HOPPER(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(shared_address(barrier)),
-        "r"(rank)
-        : "memory");
-}
-
-// copy_box to the same place of both blocks; each block's own barrier counts its bytes.
-__device__ __forceinline__ void copy_box_to_pair(void* target, const TensorMap& map, int64_t row, int64_t column,
-                                                 uint64_t* barrier) {
-    TILERANK_HOPPER(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-        "%3}], [%4], %5;" ::"r"(shared_address(target)),
-        "l"(&map), "r"(static_cast<int>(column)), "r"(static_cast<int>(row)), "r"(shared_address(barrier)),
-        "h"(static_cast<uint16_t>(3))
-        : "memory");
-}
 
 // The L2 begins to read so many bytes, a multiple of 16, of ordinary memory.
 __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
@@ -75,34 +35,22 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&fragm
                     : "memory");
 }
 
-#undef TILERANK_HOPPER
-
-// launch() of pairs of blocks, by a kernel that says __cluster_dims__(2, 1, 1). kDependent: it calls
-// wait_for_launch_before.
-template <bool kDependent, typename... Parameters>
-int launch_pairs(void (*kernel)(Parameters...), int64_t pairs, int threads, size_t shared_bytes, void* stream,
-                 typename Exactly<Parameters>::type... arguments) {
-    const void* function = reinterpret_cast<const void*>(kernel);
-    cudaError_t error =
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (error == cudaSuccess) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = 1;
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(2 * pairs)), config.blockDim = dim3(static_cast<unsigned>(threads));
-        config.dynamicSmemBytes = shared_bytes;
-        config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &attribute, config.numAttrs = kDependent ? 1 : 0;
-        void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
-        error = cudaLaunchKernelExC(&config, function, pointers);
-    }
-    if (error != cudaSuccess) cudaGetLastError();
-    return static_cast<int>(error);
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    TILERANK_HOPPER("prefetch.global.L1 [%0];" ::"l"(from) : "memory");
 }
 
-// Pairs that run at once.
-inline int64_t most_pairs() { return std::max(multiprocessors() / 2, 1); }
+// The next number of a counter, which orders nothing.
+__device__ __forceinline__ int take_ticket(uint32_t* counter) {
+    uint32_t number = 0;
+    TILERANK_HOPPER("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(number) : "l"(counter) : "memory");
+    return static_cast<int>(number);
+}
+// Counts one; by lane 0 of a warp behind a __syncwarp(): who finds the new value sees what the warp wrote before.
+__device__ __forceinline__ void count_done(uint32_t* counter) {
+    TILERANK_HOPPER("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+#undef TILERANK_HOPPER
 
 // ---- Normalised rows ----
 
@@ -131,60 +79,110 @@ inline uint64_t next_mark() {
     return count.fetch_add(1) * 0x9e3779b97f4a7c15u | 1u;
 }
 
+// gamma and beta are on their way to the L1.
+template <typename Element>
+__device__ __forceinline__ void prefetch_factors(const BlockArgs& args, int lane) {
+    constexpr int kLine = 128 / sizeof(Element);
+    for (int column = lane * kLine; column < static_cast<int>(args.width); column += kWarpSize * kLine) {
+        if (args.gamma != nullptr) prefetch_line(static_cast<const Element*>(args.gamma) + column);
+        if (args.beta != nullptr) prefetch_line(static_cast<const Element*>(args.beta) + column);
+    }
+}
+
 template <typename Element>
 __device__ __forceinline__ void normalize_unit(const BlockPlan& plan, const NormalRows<Element>& normal, int unit,
                                                int lane) {
     constexpr int kPart = 16 / sizeof(Element);
+    constexpr int kRows = kNormalUnit<Element>;
+    constexpr int kParts = kHeldParts<Element>;
     const BlockArgs& args = plan.args;
     const int width = static_cast<int>(args.width);
     const float epsilon = static_cast<float>(args.epsilon);
     const int last_row = static_cast<int>(plan.rows) - 1;
-    const int first_row = unit * kNormalUnit<Element>;
+    const auto row_of = [&](int i) { return min(unit * kRows + i, last_row); };  // beyond the last: the last once more
     const auto row_at = [&](int row) { return static_cast<const Element*>(args.x) + row * args.x_strides[1]; };
-    const auto normalize = [&](Element* target, const uint4& raw, const RowScale& scale, int column) {
+    const auto target_at = [&](int row) { return normal.rows + static_cast<int64_t>(row) * width; };
+    float values[kPart];
+    float gamma[kPart];
+    float beta[kPart];
+    const auto unpack = [&](float (&to)[kPart], const uint4& raw) {
         Element elements[kPart];
-        float values[kPart];
-        float gamma[kPart];
-        float beta[kPart];
         memcpy(elements, &raw, 16);
 #pragma unroll
-        for (int e = 0; e < kPart; ++e) values[e] = to_float(elements[e]);
-        load_factors<Element>(gamma, beta, args, column, kPart, true);
-        normalize_part(values, scale, gamma, beta, kPart);
-        store_floats(target + column, values, kPart, true);
+        for (int e = 0; e < kPart; ++e) to[e] = to_float(elements[e]);
     };
     if (is_held<Element>(width, true)) {
-        uint4 raw[kNormalUnit<Element>][kHeldParts<Element>];
+        // All rows are loaded at once, and their sums go from lane to lane beside each other.
+        uint4 raw[kRows][kParts];
 #pragma unroll
-        for (int i = 0; i < kNormalUnit<Element>; ++i) {
-            hold_row<Element>(raw[i], row_at(min(first_row + i, last_row)), width, lane);
+        for (int i = 0; i < kRows; ++i) hold_row<Element>(raw[i], row_at(row_of(i)), width, lane);
+        float means[kRows];
+        float factors[kRows];
+        const auto add_lanes = [&](float (&sums)[kRows]) {
+#pragma unroll
+            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) sums[i] += __shfl_xor_sync(kFullMask, sums[i], distance);
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            means[i] = 0.0f;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                unpack(values, raw[i][part]);
+#pragma unroll
+                for (int e = 0; e < kPart; ++e) means[i] += values[e];
+            }
         }
+        add_lanes(means);
 #pragma unroll
-        for (int i = 0; i < kNormalUnit<Element>; ++i) {
-            if (first_row + i > last_row) break;
-            const RowScale scale = scale_of_parts<Element>(raw[i], width, epsilon, lane);
-            Element* target = normal.rows + static_cast<int64_t>(first_row + i) * width;
+        for (int i = 0; i < kRows; ++i) {
+            means[i] /= static_cast<float>(width);
+            factors[i] = 0.0f;
 #pragma unroll
-            for (int part = 0; part < kHeldParts<Element>; ++part) {
-                const int column = (part * kWarpSize + lane) * kPart;
-                if (column < width) normalize(target, raw[i][part], scale, column);
+            for (int part = 0; part < kParts; ++part) {
+                if ((part * kWarpSize + lane) * kPart >= width) continue;
+                unpack(values, raw[i][part]);
+#pragma unroll
+                for (int e = 0; e < kPart; ++e) {
+                    const float away = values[e] - means[i];
+                    factors[i] += away * away;
+                }
+            }
+        }
+        add_lanes(factors);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) factors[i] = 1.0f / sqrtf(factors[i] / static_cast<float>(width) + epsilon);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int column = (part * kWarpSize + lane) * kPart;
+            if (column >= width) continue;
+            load_factors<Element>(gamma, beta, args, column, kPart, true);
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                unpack(values, raw[i][part]);
+                normalize_part(values, RowScale{means[i], factors[i]}, gamma, beta, kPart);
+                store_floats(target_at(row_of(i)) + column, values, kPart, true);
             }
         }
     } else {
 #pragma unroll 1
-        for (int row = first_row; row <= min(first_row + kNormalUnit<Element> - 1, last_row); ++row) {
-            const RowScale scale = scale_of_row<Element>(row_at(row), width, epsilon, true, lane);
-            Element* target = normal.rows + static_cast<int64_t>(row) * width;
+        for (int i = 0; i < kRows; ++i) {
+            const Element* row = row_at(row_of(i));
+            const RowScale scale = scale_of_row<Element>(row, width, epsilon, true, lane);
             for (int column = lane * kPart; column < width; column += kWarpSize * kPart) {
-                normalize(target, load_vector<uint4>(row_at(row) + column), scale, column);
+                unpack(values, load_vector<uint4>(row + column));
+                load_factors<Element>(gamma, beta, args, column, kPart, true);
+                normalize_part(values, scale, gamma, beta, kPart);
+                store_floats(target_at(row_of(i)) + column, values, kPart, true);
             }
         }
     }
     fence_async_proxy_global();
     __syncwarp();
     if (lane == 0) {
-        __threadfence();
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(normal.done + unit), "l"(normal.mark) : "memory");
+        asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(normal.done + unit), "l"(normal.mark) : "memory");
     }
 }
 
@@ -220,11 +218,11 @@ __device__ __forceinline__ void wait_for_rows(const BlockPlan& plan, const Norma
     fence_async_proxy_global();
 }
 
-// ---- Products of a pair ----
+// ---- Products ----
 
 // kColumnsAtOnce: of one instruction.
 template <int kTileColumns, int kColumnsAtOnce = kTileColumns>
-struct PairShape {
+struct WideShape {
     static constexpr int kColumns = kTileColumns;
     static constexpr int kAtOnce = kColumnsAtOnce;
     static constexpr int kParts = kColumns / kPartColumns;
@@ -238,15 +236,16 @@ struct PairShape {
 };
 
 template <typename S>
-struct PairRing {
+struct WideRing {
     unsigned char* memory;  // the stages, and after them what warps stage their results in
     uint64_t* full;
-    uint64_t* empty;  // of both blocks: each writes to both
+    uint64_t* empty;
+    int* tiles;  // of a stage, whose tile it begins
 
     __device__ __forceinline__ void init(int thread) const {
         if (thread < S::kStages) {
             barrier_init(&full[thread], 1);
-            barrier_init(&empty[thread], (kShares ? 2 : 1) * kMultiplyWarps);
+            barrier_init(&empty[thread], kMultiplyWarps);
         }
     }
     __device__ __forceinline__ unsigned char* left(int stage) const { return memory + stage * S::kStageBytes; }
@@ -256,26 +255,22 @@ struct PairRing {
     }
 };
 
-// A pair's tiles: kPairRows rows by S::kColumns columns, row by row of tiles.
+// Parts that columns are.
+__host__ __device__ inline int64_t ceil_parts(int64_t columns) { return (columns + kPartColumns - 1) / kPartColumns; }
+
+// Tiles of kBlockRows rows by S::kColumns columns, row by row of tiles.
 template <typename S>
-struct PairTiles {
+struct WideTiles {
     int all;
     int columns;  // tiles of a row of them
 
-    __host__ __device__ PairTiles(int64_t rows, int64_t parts)
+    __host__ __device__ WideTiles(int64_t rows, int64_t parts)
         : all(0), columns(static_cast<int>((parts + S::kParts - 1) / S::kParts)) {
-        all = static_cast<int>((rows + kPairRows - 1) / kPairRows) * columns;
+        all = static_cast<int>((rows + kBlockRows - 1) / kBlockRows) * columns;
     }
-    __device__ __forceinline__ int row(int tile, int rank) const {
-        return tile / columns * kPairRows + rank * kBlockRows;
-    }
+    __device__ __forceinline__ int row(int tile) const { return tile / columns * kBlockRows; }
     __device__ __forceinline__ int part(int tile) const { return tile % columns * S::kParts; }
-    static __device__ __forceinline__ int first() { return static_cast<int>(blockIdx.x / 2); }
-    static __device__ __forceinline__ int step() { return static_cast<int>(gridDim.x / 2); }
 };
-
-// Parts that columns are.
-__host__ __device__ inline int64_t ceil_parts(int64_t columns) { return (columns + kPartColumns - 1) / kPartColumns; }
 
 // A part of 64 columns of the weights.
 struct WeightPart {
@@ -283,46 +278,42 @@ struct WeightPart {
     int column;
 };
 
-// By one warp: brings the factors of this block's tiles. wait_for(row) waits until the rows from there on are there;
-// part_at(part) says where a part of the columns is.
-template <typename S, bool kInOut, typename WaitFor, typename PartAt>
-__device__ __forceinline__ void fill_pair(const PairTiles<S>& tiles, const TensorMap& rows, int steps,
-                                          const PairRing<S>& ring, int rank, int lane, const WaitFor& wait_for,
+// By one warp: brings the factors of tiles until next() gives a number from tiles.all on, and says which they are.
+// wait_for(row) waits until the rows from there on are there; part_at(part) says where a part of the columns is.
+template <typename S, bool kInOut, typename Next, typename WaitFor, typename PartAt>
+__device__ __forceinline__ void fill_wide(const WideTiles<S>& tiles, const TensorMap& rows, int steps,
+                                          const WideRing<S>& ring, int lane, const Next& next, const WaitFor& wait_for,
                                           const PartAt& part_at) {
-    constexpr int kBoxBytes = kBoxRows * kRowBytes;
     RingPlace<S::kStages> at;
     WeightPart parts[S::kParts];
     const auto copy_right = [&](int stage, int step) {
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) {
-            if constexpr (!kShares) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    copy_box(ring.right(stage) + (2 * i + half) * kBoxBytes, *parts[i].map,
-                             kInOut ? step * kDepth + half * kBoxRows : parts[i].column + half * kBoxRows,
-                             kInOut ? parts[i].column : step * kDepth, &ring.full[stage]);
-                }
-            } else if constexpr (kInOut) {
-                copy_box_to_pair(ring.right(stage) + (2 * i + rank) * kBoxBytes, *parts[i].map,
-                                 step * kDepth + rank * kBoxRows, parts[i].column, &ring.full[stage]);
+            unsigned char* target = ring.right(stage) + i * kPartColumns * kRowBytes;
+            if constexpr (kInOut) {
+                copy_box(target, *parts[i].map, step * kDepth, parts[i].column, &ring.full[stage]);
             } else {
-                copy_box_to_pair(ring.right(stage) + (2 * i + rank) * kBoxBytes, *parts[i].map,
-                                 parts[i].column + rank * kBoxRows, step * kDepth, &ring.full[stage]);
+                copy_box(target, *parts[i].map, parts[i].column, step * kDepth, &ring.full[stage]);
             }
         }
     };
-    const auto begin_stage = [&](const RingPlace<S::kStages>& place) {
-        barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
-        if (lane == 0) barrier_expect(&ring.full[place.stage], S::kStageBytes);
-    };
 #pragma unroll 1
-    for (int tile = tiles.first(); tile < tiles.all; tile += tiles.step()) {
-        const int row = tiles.row(tile, rank);
-        const bool is_first = tile == tiles.first();
-        const int ahead = is_first ? min(steps, S::kStages) : 0;
+    for (bool is_first = true;; is_first = false) {
+        const int tile = next();
+        barrier_wait(&ring.empty[at.stage], at.parity ^ 1);
+        if (lane == 0) ring.tiles[at.stage] = tile;
+        if (tile >= tiles.all) {
+            if (lane == 0) barrier_arrive(&ring.full[at.stage]);
+            return;
+        }
+        const auto begin_stage = [&](const RingPlace<S::kStages>& place) {
+            barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
+            if (lane == 0) barrier_expect(&ring.full[place.stage], S::kStageBytes);
+        };
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) parts[i] = part_at(tiles.part(tile) + i);
         // The first weights are on their way while the first rows are waited for.
+        const int ahead = is_first ? min(steps, S::kStages) : 0;
         RingPlace<S::kStages> early = at;
 #pragma unroll 1
         for (int step = 0; step < ahead; ++step) {
@@ -330,6 +321,7 @@ __device__ __forceinline__ void fill_pair(const PairTiles<S>& tiles, const Tenso
             if (lane == 0) copy_right(early.stage, step);
             early.advance();
         }
+        const int row = tiles.row(tile);
         wait_for(row);
         __syncwarp();
 #pragma unroll 1
@@ -343,13 +335,6 @@ __device__ __forceinline__ void fill_pair(const PairTiles<S>& tiles, const Tenso
         }
         __syncwarp();
     }
-}
-
-// Both blocks may overwrite the stage.
-template <typename S>
-__device__ __forceinline__ void release_stage(const PairRing<S>& ring, int stage, int lane) {
-    if (kShares && lane < 2) pair_barrier_arrive(&ring.empty[stage], lane);
-    if (!kShares && lane == 0) barrier_arrive(&ring.empty[stage]);
 }
 
 // sums += left right^T over a step, of a group's 64 rows.
@@ -377,9 +362,16 @@ __device__ __forceinline__ void multiply_stage(Fragment (&sums)[S::kColumns / 8]
     wgmma_commit();
 }
 
+// The tile that begins at this place, once its first factors are there.
+template <typename S>
+__device__ __forceinline__ int tile_of(const WideRing<S>& ring, const RingPlace<S::kStages>& at) {
+    barrier_wait(&ring.full[at.stage], at.parity);
+    return uniform(ring.tiles[at.stage]);
+}
+
 // A group's products of one tile. The last one is still running, and its stage, which is returned, is not released yet.
 template <typename Element, typename S, bool kInOut>
-__device__ __forceinline__ int multiply_tile(Fragment (&sums)[S::kColumns / 8], const PairRing<S>& ring,
+__device__ __forceinline__ int multiply_tile(Fragment (&sums)[S::kColumns / 8], const WideRing<S>& ring,
                                              RingPlace<S::kStages>& at, int steps, int group, int lane) {
     int before = 0;
 #pragma unroll 1
@@ -388,7 +380,7 @@ __device__ __forceinline__ int multiply_tile(Fragment (&sums)[S::kColumns / 8], 
         multiply_stage<Element, S, kInOut>(sums, ring.left(at.stage) + group * kUnitRows * kRowBytes,
                                            ring.right(at.stage), step == 0);
         wgmma_wait<1>();
-        if (step > 0) release_stage(ring, before, lane);
+        if (step > 0 && lane == 0) barrier_arrive(&ring.empty[before]);
         before = at.stage;
         at.advance();
     }
@@ -448,7 +440,7 @@ constexpr int kNormalRegisters = 120;
 constexpr int kProjectRegisters = 192;
 static_assert(kNormalRegisters + kMultiplyGroups * kProjectRegisters <= 3 * launch_registers(kProjectThreads));
 
-struct PairMaps {
+struct WideMaps {
     TensorMap x;           // the normalised rows, or x
     TensorMap weights[3];  // of q, k, v
     TensorMap attended;
@@ -456,39 +448,35 @@ struct PairMaps {
 };
 
 template <typename Element, int kColumns, bool kInOut>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kProjectThreads, 1)
-    project(const __grid_constant__ BlockPlan plan, const __grid_constant__ PairMaps maps,
+__global__ void __launch_bounds__(kProjectThreads, 1)
+    project(const __grid_constant__ BlockPlan plan, const __grid_constant__ WideMaps maps,
             const NormalRows<Element> normal, int64_t counters) {
-    using S = PairShape<kColumns>;
+    using S = WideShape<kColumns>;
     DynamicShared memory;
     unsigned char* unaligned = memory.take<unsigned char>(S::kBytes + 1024);
-    const PairRing<S> ring = {unaligned + (1024 - shared_address(unaligned) % 1024) % 1024,
-                              memory.take<uint64_t>(S::kStages), memory.take<uint64_t>(S::kStages)};
+    const WideRing<S> ring = {unaligned + (1024 - shared_address(unaligned) % 1024) % 1024,
+                              memory.take<uint64_t>(S::kStages), memory.take<uint64_t>(S::kStages),
+                              memory.take<int>(S::kStages)};
     const BlockArgs& args = plan.args;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = uniform(thread / kWarpSize);
     const int lane = thread % kWarpSize;
-    const int rank = pair_rank();
     const bool pre_ln = args.pre_ln != 0;
     const int steps = (static_cast<int>(args.width) + kDepth - 1) / kDepth;
     const int matrix_parts = static_cast<int>(plan.columns) / kPartColumns;
-    const PairTiles<S> tiles(plan.rows, 3 * matrix_parts);
+    const WideTiles<S> tiles(plan.rows, 3 * matrix_parts);
 
     let_next_launch_begin();
     ring.init(thread);
-    fence_pair_barriers();
-    pair_arrive();
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(kProjectThreads) + thread; i < counters;
-         i += gridDim.x * static_cast<int64_t>(kProjectThreads)) {
-        plan.counters[i] = 0;
-    }
+    fence_async_proxy();
+    __syncthreads();
     // Parts beyond the last one are beyond v's columns: zeros.
-    const auto matrix_of = [&](int part) { return min(part / matrix_parts, 2); };
+    const auto matrix_of = [&](int part) { return (part >= matrix_parts) + (part >= 2 * matrix_parts); };
     if (warp < kGroupWarps) give_registers_back<kNormalRegisters>();
     if (warp == 0) {
-        pair_wait();
-        fill_pair<S, kInOut>(
-            tiles, maps.x, steps, ring, rank, lane,
+        int tile = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+        fill_wide<S, kInOut>(
+            tiles, maps.x, steps, ring, lane, [&] { return tile += static_cast<int>(gridDim.x); },
             [&](int row) {
                 if (pre_ln) wait_for_rows<Element>(plan, normal, row, lane);
             },
@@ -499,23 +487,25 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kProjectThreads, 1)
     } else if (warp < kGroupWarps) {
         const int units = (static_cast<int>(plan.rows) + kNormalUnit<Element> - 1) / kNormalUnit<Element>;
         if (pre_ln) {
+            prefetch_factors<Element>(args, lane);
 #pragma unroll 1
             for (int unit = static_cast<int>((warp - 1) * gridDim.x + blockIdx.x); unit < units;
                  unit += static_cast<int>(kNormalWarps * gridDim.x)) {
                 normalize_unit<Element>(plan, normal, unit, lane);
             }
         }
-        pair_wait();
+        for (int64_t i = blockIdx.x * static_cast<int64_t>(kNormalWarps * kWarpSize) + thread - kWarpSize; i < counters;
+             i += gridDim.x * static_cast<int64_t>(kNormalWarps * kWarpSize)) {
+            plan.counters[i] = 0;
+        }
     } else {
         take_registers<kProjectRegisters>();
-        pair_wait();
         const int multiply_warp = warp - kGroupWarps;
         unsigned char* staging = ring.staging(multiply_warp);
         RingPlace<S::kStages> at;
         Fragment sums[kColumns / 8];
 #pragma unroll 1
-        for (int tile = tiles.first(); tile < tiles.all; tile += tiles.step()) {
-            const int last = multiply_tile<Element, S, kInOut>(sums, ring, at, steps, multiply_warp / kGroupWarps, lane);
+        for (int tile = static_cast<int>(blockIdx.x); tile < tiles.all; tile += static_cast<int>(gridDim.x)) {
             uint32_t bias[S::kParts][8];
             Element* targets[S::kParts];
 #pragma unroll
@@ -533,38 +523,37 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kProjectThreads, 1)
                           kPartColumns, lane);
                 targets[i] = exists ? static_cast<Element*>(const_cast<void*>(target)) + column : nullptr;
             }
+            const int last = multiply_tile<Element, S, kInOut>(sums, ring, at, steps, multiply_warp / kGroupWarps, lane);
             wgmma_wait<0>();
-            release_stage(ring, last, lane);
-            const int row = tiles.row(tile, rank) + multiply_warp * 16;
+            if (lane == 0) barrier_arrive(&ring.empty[last]);
+            const int row = tiles.row(tile) + multiply_warp * 16 + lane / 8;
+            const int64_t offset = row * plan.columns + lane % 8 * 8;
+            const int rows = static_cast<int>(plan.rows) - row;
 #pragma unroll
             for (int i = 0; i < S::kParts; ++i) {
                 stage_part<Element, false>(staging, &sums[i * 8], bias[i], lane);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const int own_row = row + j * 4 + lane / 8;
                     const uint4 part = load_vector<uint4>(row_part(staging, j, lane));
-                    if (targets[i] != nullptr && own_row < plan.rows) {
-                        store_vector(targets[i] + own_row * plan.columns + lane % 8 * 8, part);
+                    if (targets[i] != nullptr && j * 4 < rows) {
+                        store_vector(targets[i] + offset + j * 4 * plan.columns, part);
                     }
                 }
                 __syncwarp();
             }
         }
     }
-    // Neither block ends while the other may still write to its memory.
-    pair_arrive();
-    pair_wait();
 }
 
 // ---- Launch 2: the output projection ----
 
-// In the plan's counters: two from which blocks take numbers; heads done of each unit of rows; projections done of each
-// kBlockRows rows.
+// In the plan's counters: numbers taken of the attention, and of the projection; heads done of each unit of rows;
+// projections done of each kBlockRows rows.
 constexpr int kTickets = 2;
 __device__ __forceinline__ uint32_t* heads_done(const BlockPlan& plan, int unit) {
     return plan.counters + kTickets + unit;
 }
-inline int64_t pair_counters(const BlockArgs& args) {
+inline int64_t wide_counters(const BlockArgs& args) {
     return kTickets + args.batch * ceil_divide(args.tokens, kUnitRows) +
            ceil_divide(args.batch * args.tokens, kBlockRows);
 }
@@ -599,10 +588,11 @@ __device__ __forceinline__ void prefetch_weights(const BlockPlan& plan) {
 }
 
 template <typename S, bool kInOut>
-__device__ __forceinline__ void fill_out(const BlockPlan& plan, const PairMaps& maps, const PairTiles<S>& tiles,
-                                         const PairRing<S>& ring, int rank, int lane) {
-    fill_pair<S, kInOut>(
-        tiles, maps.attended, (static_cast<int>(plan.columns) + kDepth - 1) / kDepth, ring, rank, lane,
+__device__ __forceinline__ void fill_out(const BlockPlan& plan, const WideMaps& maps, const WideTiles<S>& tiles,
+                                         const WideRing<S>& ring, int lane) {
+    fill_wide<S, kInOut>(
+        tiles, maps.attended, (static_cast<int>(plan.columns) + kDepth - 1) / kDepth, ring, lane,
+        [&] { return uniform(lane == 0 ? take_ticket(plan.counters + 1) : 0); },
         [&](int row) { wait_for_heads(plan, row, lane); },
         [&](int part) -> WeightPart { return {&maps.wo, part * kPartColumns}; });
 }
@@ -610,12 +600,13 @@ __device__ __forceinline__ void fill_out(const BlockPlan& plan, const PairMaps& 
 // By the warps that multiply: out = attended wo^T + bo + residual; where the result is normalised, by the block that
 // ends its rows last.
 template <typename Element, typename S, bool kInOut>
-__device__ __forceinline__ void project_out(const BlockPlan& plan, const PairTiles<S>& tiles, const PairRing<S>& ring,
-                                            uint32_t* is_last, int rank, int warp, int lane) {
+__device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTiles<S>& tiles, const WideRing<S>& ring,
+                                            uint32_t* is_last, int warp, int lane) {
     constexpr int kBarrier = 1;
     const BlockArgs& args = plan.args;
     const int width = static_cast<int>(args.width);
     const int rows = static_cast<int>(plan.rows);
+    const int tokens = static_cast<int>(args.tokens);
     const int steps = (static_cast<int>(plan.columns) + kDepth - 1) / kDepth;
     const Element* bias = static_cast<const Element*>(args.bo);
     const Element* residual = static_cast<const Element*>(args.residual);
@@ -623,10 +614,11 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const PairTil
     RingPlace<S::kStages> at;
     Fragment sums[S::kColumns / 8];
 #pragma unroll 1
-    for (int tile = tiles.first(); tile < tiles.all; tile += tiles.step()) {
-        const int last = multiply_tile<Element, S, kInOut>(sums, ring, at, steps, warp / kGroupWarps, lane);
+    for (;;) {
+        const int tile = tile_of(ring, at);
+        if (tile >= tiles.all) return;
         const int first_column = tiles.part(tile) * kPartColumns;
-        const int first_row = tiles.row(tile, rank);
+        const int first_row = tiles.row(tile);
         uint32_t bias_pairs[S::kParts][8];
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) {
@@ -641,9 +633,12 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const PairTil
         for (int j = 0; j < 4; ++j) {
             const int row = first_row + warp * 16 + j * 4 + lane / 8;
             exists[j] = row < rows;
-            out_offsets[j] = token_offset(args.out_strides, exists[j] ? row : 0, args.tokens);
-            residual_offsets[j] = token_offset(args.residual_strides, exists[j] ? row : 0, args.tokens);
+            const int sequence = row / tokens;
+            const int token = row - sequence * tokens;
+            out_offsets[j] = sequence * args.out_strides[0] + token * args.out_strides[1];
+            residual_offsets[j] = sequence * args.residual_strides[0] + token * args.residual_strides[1];
         }
+        const int last = multiply_tile<Element, S, kInOut>(sums, ring, at, steps, warp / kGroupWarps, lane);
         uint4 more[4] = {};
         const auto load_residual = [&](int column) {
             if (residual == nullptr || column >= width) return;
@@ -655,7 +650,7 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const PairTil
         const int own_column = first_column + lane % 8 * 8;
         load_residual(own_column);
         wgmma_wait<0>();
-        release_stage(ring, last, lane);
+        if (lane == 0) barrier_arrive(&ring.empty[last]);
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) {
             const int column = own_column + i * kPartColumns;
@@ -696,7 +691,7 @@ inline bool normal_rows_are_apart(const BlockArgs& args) {
     return args.pre_ln != 0 && args.width > args.num_heads * args.head_dim;
 }
 inline size_t marks_at(const BlockArgs& args) {
-    return 4 * tensor_bytes(args) + plan_aligned(4 * static_cast<size_t>(pair_counters(args)));
+    return 4 * tensor_bytes(args) + plan_aligned(4 * static_cast<size_t>(wide_counters(args)));
 }
 inline size_t rows_at(const BlockArgs& args) { return marks_at(args) + plan_aligned(8 * static_cast<size_t>(normal_units(args))); }
 inline size_t workspace_bytes(const BlockArgs& args) {
@@ -713,34 +708,33 @@ NormalRows<Element> normal_rows(const BlockPlan& plan, void* workspace) {
 
 // ---- Launching ----
 
-// How many columns a call's tiles have: wide ones cost less memory traffic, narrow ones leave fewer pairs without
-// work; whichever ends first, by what a round of tiles takes (in tenths of a microsecond at 1,024 inputs).
-struct PairColumns {
+// How many columns a call's tiles have: wide ones cost less memory traffic, narrow ones leave fewer multiprocessors
+// without work; whichever ends first, by what a round of tiles takes (in tenths of a microsecond at 1,024 inputs).
+struct WideColumns {
     int project;
     int out;
 
-    static PairColumns of(const BlockPlan& plan) {
-        const auto cost = [&](int64_t parts, int columns, int round) {
-            const int64_t tiles = ceil_divide(plan.rows, kPairRows) * ceil_divide(parts, columns / kPartColumns);
-            return ceil_divide(tiles, most_pairs()) * round;
-        };
+    static WideColumns of(const BlockPlan& plan) {
+        const int64_t multis = std::max(multiprocessors(), 1);
         const auto cheapest = [&](int64_t parts, std::initializer_list<std::pair<int, int>> choices) {
             int best = 0;
             int64_t least = INT64_MAX;
             for (const auto& [columns, round] : choices) {
-                if (cost(parts, columns, round) < least) least = cost(parts, columns, round), best = columns;
+                const int64_t tiles = ceil_divide(plan.rows, kBlockRows) * ceil_divide(parts, columns / kPartColumns);
+                const int64_t cost = ceil_divide(tiles, multis) * round;
+                if (cost < least) least = cost, best = columns;
             }
             return best;
         };
-        return {cheapest(3 * plan.columns / kPartColumns, {{256, 102}, {192, 78}, {128, 60}}),
-                cheapest(ceil_parts(plan.args.width), {{256, 102}, {128, 60}, {64, 36}})};
+        return {cheapest(3 * plan.columns / kPartColumns, {{256, 136}, {192, 106}, {128, 76}}),
+                cheapest(ceil_parts(plan.args.width), {{256, 160}, {128, 92}, {64, 71}})};
     }
 };
 
 // weight_rows: rows of a weight's memory in a box.
 template <bool kInOut>
-tilerank_status describe_pairs(const char* name, const BlockPlan& plan, const void* rows, int64_t rows_stride,
-                               PairMaps* maps, int weight_rows = kBoxRows) {
+tilerank_status describe_wide(const char* name, const BlockPlan& plan, const void* rows, int64_t rows_stride,
+                               WideMaps* maps, int weight_rows = kPartColumns) {
     const BlockArgs& args = plan.args;
     const auto weights = [&](TensorMap* map, const void* base, int64_t outputs, int64_t inputs, int64_t stride) {
         return kInOut ? describe_matrix(map, args.dtype, base, inputs, outputs, stride, weight_rows)
@@ -763,17 +757,18 @@ tilerank_status describe_pairs(const char* name, const BlockPlan& plan, const vo
 }
 
 template <typename Element, int kColumns, bool kInOut>
-tilerank_status launch_project(const char* name, const BlockPlan& plan, const PairMaps& maps,
+tilerank_status launch_project(const char* name, const BlockPlan& plan, const WideMaps& maps,
                                const NormalRows<Element>& normal, int64_t counters, void* stream) {
-    using S = PairShape<kColumns>;
-    const size_t shared_bytes = DynamicShared::bytes<unsigned char>(S::kBytes + 1024) +
-                                2 * DynamicShared::bytes<uint64_t>(S::kStages);
-    static_assert(S::kBytes + 1024 + 256 <= kMostShared);
-    const int64_t pairs =
-        std::min<int64_t>(most_pairs(), PairTiles<S>(plan.rows, 3 * plan.columns / kPartColumns).all);
-    return launched(name, launch_pairs<false>(project<Element, kColumns, kInOut>, pairs, kProjectThreads, shared_bytes,
-                                              stream, plan, maps, normal, counters));
+    using S = WideShape<kColumns>;
+    constexpr size_t kSharedBytes = DynamicShared::bytes<unsigned char>(S::kBytes + 1024) +
+                                    2 * DynamicShared::bytes<uint64_t>(S::kStages) +
+                                    DynamicShared::bytes<int>(S::kStages);
+    static_assert(kSharedBytes <= kMostShared);
+    const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1),
+                                             WideTiles<S>(plan.rows, 3 * plan.columns / kPartColumns).all);
+    return launched(name, launch(project<Element, kColumns, kInOut>, dim3(static_cast<unsigned>(blocks)),
+                                 dim3(kProjectThreads), kSharedBytes, stream, plan, maps, normal, counters));
 }
 
-}  // namespace block_pairs
+}  // namespace block_wide
 }  // namespace tilerank
