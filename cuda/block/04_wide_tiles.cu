@@ -34,6 +34,7 @@ constexpr int kAttentionBytes = kOnesAt + kOnesBytes;
 // Row sums come out of the product with the values, as one more block of columns that is all ones.
 constexpr int kSumColumns = D + 8;
 constexpr int kTurnBarrier = 1 + kGroups;  // behind those of the groups
+constexpr int kLeaveBarrier = kTurnBarrier + kGroups;
 
 // In the projection two groups multiply and have the third one's registers.
 constexpr int kOutRegisters = 224;
@@ -241,7 +242,8 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
     if (group == kGroups - 1) give_turn();
 
     barrier_wait(&shared.queries_full[queries.stage], queries.parity);
-    int number = uniform(shared.numbers[queries.stage]);
+    const auto number_at = [&](int stage) { return uniform(lane == 0 ? shared.numbers[stage] : 0); };
+    int number = number_at(queries.stage);
     if (number >= all) return;
     barrier_wait(&shared.full[at.stage], at.parity);
     issue_scores(at.stage, queries.stage);
@@ -264,7 +266,7 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
             if (key_tile + 1 == tile.key_tiles) {
                 next.advance();
                 barrier_wait(&shared.queries_full[next.stage], next.parity);
-                number = uniform(shared.numbers[next.stage]);
+                number = number_at(next.stage);
             }
             const bool is_end = number >= all;
             if (is_end) following = at;
@@ -403,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const auto leave_attention = [] {  // its memory is then free for the projection
         fence_async_proxy();
-        __syncthreads();
+        group_barrier(kLeaveBarrier, kThreads);
     };
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kCopyRegisters>();

@@ -34,7 +34,8 @@ static_assert(kColumns == kBlockRows);
 constexpr int kStageBytes = 4 * kFactorBytes;
 constexpr int kStages = 3;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kSplitBarrier = 8;
+constexpr int kSplitBarrier = 8;  // behind those of the teams
+constexpr int kLeaveBarrier = 9;
 
 struct Ring {
     unsigned char* memory;
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const auto leave_attention = [] {  // its memory is then free for the projection
         fence_async_proxy();
-        __syncthreads();
+        group_barrier(kLeaveBarrier, kThreads);
     };
     const auto each_tile = [&](const auto& use) {
 #pragma unroll 1
@@ -403,8 +404,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 if (row >= rows || column >= width) return;
                 if (bias != nullptr) pair = sum_of(pair, load_vector<float2>(bias + column));
                 if (residual != nullptr) {
-                    pair = sum_of(pair, load_vector<float2>(
-                                                  residual + token_offset(args.residual_strides, row, args.tokens) + column));
+                    const int64_t offset = token_offset(args.residual_strides, row, args.tokens);
+                    pair = sum_of(pair, load_vector<float2>(residual + offset + column));
                 }
                 store_vector(static_cast<float*>(args.out) + token_offset(args.out_strides, row, args.tokens) + column,
                              pair);

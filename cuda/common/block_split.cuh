@@ -64,8 +64,10 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, KeyStages<D>& tile
         const int first = tile * kTileKeys;
         const int keys = block.any_row_sees - first;
         if (keys > 0) {
-            copy_tile<D>(tiles.k[tile % kStages], block.k + first * args.k_token_stride, args.k_token_stride, keys, thread);
-            copy_tile<D>(tiles.v[tile % kStages], block.v + first * args.v_token_stride, args.v_token_stride, keys, thread);
+            copy_tile<D>(tiles.k[tile % kStages], block.k + first * args.k_token_stride, args.k_token_stride,
+                         keys, thread);
+            copy_tile<D>(tiles.v[tile % kStages], block.v + first * args.v_token_stride, args.v_token_stride,
+                         keys, thread);
         }
         copy_async_commit();
     };

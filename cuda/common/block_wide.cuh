@@ -52,6 +52,15 @@ __device__ __forceinline__ void count_done(uint32_t* counter) {
 
 #undef TILERANK_HOPPER
 
+// The compiler may not keep what it has made of these registers before: unpacked, they would be twice as many.
+__device__ __forceinline__ void forget(uint32_t& bits) { asm volatile("" : "+r"(bits)); }
+__device__ __forceinline__ void forget(uint4& raw) {
+    forget(raw.x);
+    forget(raw.y);
+    forget(raw.z);
+    forget(raw.w);
+}
+
 // ---- Normalised rows ----
 
 // Each unit of kHeldRows rows is normalised once, by whichever warp, and marked as done. The mark is of this call alone,
@@ -136,6 +145,14 @@ __device__ __forceinline__ void normalize_unit(const BlockPlan& plan, const Norm
             }
         }
         add_lanes(means);
+        const auto forget_rows = [&] {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) forget(raw[i][part]);
+            }
+        };
+        forget_rows();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             means[i] /= static_cast<float>(width);
@@ -152,6 +169,7 @@ __device__ __forceinline__ void normalize_unit(const BlockPlan& plan, const Norm
             }
         }
         add_lanes(factors);
+        forget_rows();
 #pragma unroll
         for (int i = 0; i < kRows; ++i) factors[i] = 1.0f / sqrtf(factors[i] / static_cast<float>(width) + epsilon);
 #pragma unroll
@@ -364,9 +382,9 @@ __device__ __forceinline__ void multiply_stage(Fragment (&sums)[S::kColumns / 8]
 
 // The tile that begins at this place, once its first factors are there.
 template <typename S>
-__device__ __forceinline__ int tile_of(const WideRing<S>& ring, const RingPlace<S::kStages>& at) {
+__device__ __forceinline__ int tile_of(const WideRing<S>& ring, const RingPlace<S::kStages>& at, int lane) {
     barrier_wait(&ring.full[at.stage], at.parity);
-    return uniform(ring.tiles[at.stage]);
+    return uniform(lane == 0 ? ring.tiles[at.stage] : 0);
 }
 
 // A group's products of one tile. The last one is still running, and its stage, which is returned, is not released yet.
@@ -403,6 +421,15 @@ __device__ __forceinline__ void load_bias(uint32_t (&pairs)[kBlocks], const Elem
     for (int block = 0; block < kBlocks; ++block) {
         const int column = block * 8 + lane % 4 * 2;
         pairs[block] = bias != nullptr && column < count ? load_vector<uint32_t>(bias + column) : 0u;
+    }
+}
+
+template <int kParts>
+__device__ __forceinline__ void forget_pairs(uint32_t (&pairs)[kParts][8]) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+        for (int block = 0; block < 8; ++block) forget(pairs[i][block]);
     }
 }
 
@@ -523,9 +550,11 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
                           kPartColumns, lane);
                 targets[i] = exists ? static_cast<Element*>(const_cast<void*>(target)) + column : nullptr;
             }
-            const int last = multiply_tile<Element, S, kInOut>(sums, ring, at, steps, multiply_warp / kGroupWarps, lane);
+            const int last =
+                multiply_tile<Element, S, kInOut>(sums, ring, at, steps, multiply_warp / kGroupWarps, lane);
             wgmma_wait<0>();
             if (lane == 0) barrier_arrive(&ring.empty[last]);
+            forget_pairs(bias);
             const int row = tiles.row(tile) + multiply_warp * 16 + lane / 8;
             const int64_t offset = row * plan.columns + lane % 8 * 8;
             const int rows = static_cast<int>(plan.rows) - row;
@@ -615,7 +644,7 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTil
     Fragment sums[S::kColumns / 8];
 #pragma unroll 1
     for (;;) {
-        const int tile = tile_of(ring, at);
+        const int tile = tile_of(ring, at, lane);
         if (tile >= tiles.all) return;
         const int first_column = tiles.part(tile) * kPartColumns;
         const int first_row = tiles.row(tile);
@@ -651,6 +680,7 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTil
         load_residual(own_column);
         wgmma_wait<0>();
         if (lane == 0) barrier_arrive(&ring.empty[last]);
+        forget_pairs(bias_pairs);
 #pragma unroll
         for (int i = 0; i < S::kParts; ++i) {
             const int column = own_column + i * kPartColumns;
@@ -693,10 +723,13 @@ inline bool normal_rows_are_apart(const BlockArgs& args) {
 inline size_t marks_at(const BlockArgs& args) {
     return 4 * tensor_bytes(args) + plan_aligned(4 * static_cast<size_t>(wide_counters(args)));
 }
-inline size_t rows_at(const BlockArgs& args) { return marks_at(args) + plan_aligned(8 * static_cast<size_t>(normal_units(args))); }
+inline size_t rows_at(const BlockArgs& args) {
+    return marks_at(args) + plan_aligned(8 * static_cast<size_t>(normal_units(args)));
+}
 inline size_t workspace_bytes(const BlockArgs& args) {
-    const size_t rows = (args.dtype == TILERANK_FP32 ? 4 : 2) * static_cast<size_t>(args.batch * args.tokens * args.width);
-    return rows_at(args) + (normal_rows_are_apart(args) ? plan_aligned(rows) : 0);
+    const size_t element = args.dtype == TILERANK_FP32 ? 4 : 2;
+    const size_t rows = static_cast<size_t>(args.batch * args.tokens * args.width);
+    return rows_at(args) + (normal_rows_are_apart(args) ? plan_aligned(element * rows) : 0);
 }
 
 template <typename Element>
@@ -726,7 +759,7 @@ struct WideColumns {
             }
             return best;
         };
-        return {cheapest(3 * plan.columns / kPartColumns, {{256, 136}, {192, 106}, {128, 76}}),
+        return {cheapest(3 * plan.columns / kPartColumns, {{256, 136}, {192, 104}, {128, 68}}),
                 cheapest(ceil_parts(plan.args.width), {{256, 160}, {128, 92}, {64, 71}})};
     }
 };

@@ -83,10 +83,12 @@ double run_block(const char* variant, const BlockCase& c) {
     const auto draw = [&](int64_t count, float unit) {
         return small_values(&random, c.dtype, static_cast<size_t>(count), unit);
     };
-    const Bytes x = draw(static_cast<int64_t>(elements), 0.125f), residual = draw(static_cast<int64_t>(elements), 0.125f);
+    const Bytes x = draw(static_cast<int64_t>(elements), 0.125f);
+    const Bytes residual = draw(static_cast<int64_t>(elements), 0.125f);
     const Bytes weights[] = {draw(columns * kWidth, 0.015625f), draw(columns * kWidth, 0.015625f),
                              draw(columns * kWidth, 0.015625f), draw(columns * kWidth, 0.015625f)};
-    const Bytes biases[] = {draw(columns, 0.0625f), draw(columns, 0.0625f), draw(columns, 0.0625f), draw(kWidth, 0.0625f)};
+    const Bytes biases[] = {draw(columns, 0.0625f), draw(columns, 0.0625f), draw(columns, 0.0625f),
+                            draw(kWidth, 0.0625f)};
     const Bytes gamma = draw(kWidth, 0.125f), beta = draw(kWidth, 0.0625f);
     const std::vector<int32_t> lengths = {c.tokens - c.tokens / 3, c.tokens / 2};
     const Bytes out = poisoned(c.dtype, elements);
@@ -254,7 +256,8 @@ int main(int argc, char** argv) {
     if (operation != "block" && operation != "layernorm") stop("--operation", "allowed: block, layernorm");
     const bool is_block = operation == "block";
     if (lengths.empty()) {
-        lengths = is_block ? std::vector<int>{1, 33, 64, 65, 130, 200} : std::vector<int>{1, 7, 64, 384, 1000, 1024, 2056};
+        lengths = is_block ? std::vector<int>{1, 33, 64, 65, 130, 200}
+                           : std::vector<int>{1, 7, 64, 384, 1000, 1024, 2056};
     }
     int run = 0;
     int wrong = 0;
