@@ -34,8 +34,9 @@ static_assert(kColumns == kBlockRows);
 constexpr int kStageBytes = 4 * kFactorBytes;
 constexpr int kStages = 3;
 constexpr int kRingBytes = kStages * kStageBytes;
-constexpr int kSplitBarrier = 8;  // behind those of the teams
-constexpr int kLeaveBarrier = 9;
+// Behind those of the teams, the first of which is free again in the projection.
+constexpr int kLeaveBarrier = 1 + kTeams;
+constexpr int kOutBarrier = 1;
 
 struct Ring {
     unsigned char* memory;
@@ -344,7 +345,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     unsigned char* aligned = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     const Ring ring = {aligned, memory.take<uint64_t>(kStages), memory.take<uint64_t>(kStages),
                        memory.take<uint64_t>(kStages)};
-    uint32_t* words = memory.take<uint32_t>(kTeams);  // of each team: the number it took; of two: are they last?
+    uint32_t* numbers = memory.take<uint32_t>(kTeams);  // that the teams took
+    uint32_t* is_last = memory.take<uint32_t>(1);
     const BlockArgs& args = plan.args;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = uniform(thread / kWarpSize);
@@ -388,8 +390,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
     }
     take_registers<kTeamRegisters>();
-    attend_units<D>(plan, *reinterpret_cast<block_split::KeyStages<D>*>(aligned + group * kTeamBytes<D>), words + group,
-                    factor, group, thread % kGroupThreads);
+    attend_units<D>(plan, *reinterpret_cast<block_split::KeyStages<D>*>(aligned + group * kTeamBytes<D>),
+                    numbers + group, factor, group, thread % kGroupThreads);
     leave_attention();
     if (group == 2) {
         each_tile([&](int, int) { split_tile<kInOut>(ring, at, steps, thread % kGroupThreads); });
@@ -411,14 +413,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                              pair);
             });
             if (args.pre_ln) return;
-            group_barrier(kSplitBarrier, kMultiplyWarps * kWarpSize);
+            group_barrier(kOutBarrier, kMultiplyWarps * kWarpSize);
             if (thread == 0) {
                 uint32_t* done =
                     heads_done(plan, static_cast<int>(args.batch * plan.row_blocks)) + first_row / kBlockRows;
-                words[0] = counter_add(done, 1) + 1 == static_cast<uint32_t>(columns);
+                *is_last = counter_add(done, 1) + 1 == static_cast<uint32_t>(columns);
             }
-            group_barrier(kSplitBarrier, kMultiplyWarps * kWarpSize);
-            if (words[0] != 0) {
+            group_barrier(kOutBarrier, kMultiplyWarps * kWarpSize);
+            if (*is_last != 0) {
                 normalize_out_rows<float>(plan, first_row, min(kBlockRows, rows - first_row), warp, kMultiplyWarps,
                                           lane);
             }
@@ -438,7 +440,8 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
                                                     kInOut ? kInputs : kColumns);
     if (status != TILERANK_OK) return status;
     const int64_t multis = std::max(multiprocessors(), 1);
-    constexpr size_t kBarriers = 3 * DynamicShared::bytes<uint64_t>(kStages) + DynamicShared::bytes<uint32_t>(kTeams);
+    constexpr size_t kBarriers = 3 * DynamicShared::bytes<uint64_t>(kStages) +
+                                 DynamicShared::bytes<uint32_t>(kTeams) + DynamicShared::bytes<uint32_t>(1);
     constexpr size_t kFirstBytes = DynamicShared::bytes<unsigned char>(kRingBytes + 1024) + kBarriers;
     constexpr size_t kSecondBytes = DynamicShared::bytes<unsigned char>(kMemoryBytes<D> + 1024) + kBarriers;
     static_assert(kSecondBytes <= kMostShared);
