@@ -86,4 +86,49 @@ __device__ __forceinline__ void copy_box(void* shared, const TensorMap& map, int
 #endif
 }
 
+// Makes the phase last until that many bytes have come, without arriving.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Starts the copy of one box from shared memory, the other way round; by one thread. What others wrote there they have
+// fenced (fence_async_proxy). Rows beyond the tensor are left out.
+__device__ __forceinline__ void store_box(const void* shared, const TensorMap& map, int column, int token, int head,
+                                          int sequence) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+        "cp.async.bulk.commit_group;" ::"l"(&map),
+        "r"(shared_address(shared)), "r"(column), "r"(token), "r"(head), "r"(sequence)
+        : "memory");
+#else
+    __trap();
+#endif
+}
+
+// Until the copy engine has read all that this thread had it store.
+__device__ __forceinline__ void wait_for_stores_to_read() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#else
+    __trap();
+#endif
+}
+
+// Four 8x8 matrices of a warp's fragments to rows in shared memory: ldmatrix_x4 the other way round.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&words)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+#else
+    __trap();
+#endif
+}
+
 }  // namespace tilerank

@@ -42,6 +42,23 @@ struct SharedWgmma<64> {
     }
 };
 
+template <>
+struct SharedWgmma<128> {
+    template <typename Element>
+    static __device__ __forceinline__ void run(float (&sums)[16][4], uint64_t a, uint64_t b, int add_flag) {
+        TILERANK_WGMMA_SHARED("m64n128k16",
+                       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+                       "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+                       "%56, %57, %58, %59, %60, %61, %62, %63",
+                       "%64, %65", "%66",
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]), TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
+                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]), TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
+                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]), TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
+                       TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]), TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]));
+    }
+};
+
 #undef TILERANK_WGMMA_SHARED
 #undef TILERANK_WGMMA_SHARED_TYPED
 #undef TILERANK_SUMS

@@ -1,11 +1,12 @@
 // What 16-bit attention at head_dim 32 can reach on Hopper's pipes: clocks of one SM for the instructions of a tile of
-// 64 rows x 64 keys, alone and beside each other, and for two orders of the whole tile. Nothing is copied and no warp
-// waits for another. docs/attention.md has the figures.
+// 64 rows x 64 keys, alone and beside each other, for two orders of the whole tile, where nothing is copied and no warp
+// waits for another, and for what a kernel does beside its tiles. docs/attention.md has the figures.
 //
 //     nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -Icuda -Icuda/include \
 //         cuda/tests/attention_pipes.cu -o attention_pipes && ./attention_pipes
 #include <cstdio>
 
+#include "common/barriers.cuh"
 #include "common/mma16.cuh"
 #include "common/wgmma.cuh"
 
@@ -201,8 +202,152 @@ __global__ void __launch_bounds__(kGroups * kGroupThreads, 1) tiles(long long* c
     if (finished == 1.2345f || steep == 12345) *sink = finished;
 }
 
-template <typename Kernel>
-int run(const char* what, Kernel kernel, int groups) {
+// ---- What a kernel does beside its tiles ----
+
+enum Beside : int {
+    kWait = 1,      // for a chunk's barrier, which is complete, before each tile
+    kGiveBack = 2,  // an arrival a warp and tile
+    kCopies = 4,    // of chunks from L2 by the lanes of three more warps
+    kStores = 8,    // of a unit's rows, four bytes a lane
+    kLoads = 16,    // of a unit's queries, four bytes a lane
+    kHandOver = 32  // of a unit: a barrier, a description in shared memory, shuffles
+};
+
+// tiles<4, false, true>, and a fifth group that copies.
+template <int kBeside>
+__global__ void __launch_bounds__(5 * kGroupThreads, 1) beside(long long* clocks, float* sink, float factor,
+                                                               __half* data) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    __shared__ uint64_t barriers[32];  // waited for, arrived at by no one; and from kArrivals on the other way round
+    __shared__ int4 units[4];
+    constexpr int kArrivals = 16;
+    for (int at = threadIdx.x; at < kSharedBytes / 4; at += blockDim.x) {
+        reinterpret_cast<uint32_t*>(memory)[at] = 0x20002000u + at * 37 % 64 * 0x00010003u;  // about 0.01
+    }
+    if (threadIdx.x < 32) barrier_init(&barriers[threadIdx.x], 1);
+    if (threadIdx.x < 4) units[threadIdx.x] = int4{0, static_cast<int>(threadIdx.x) * 64, 64, kUnitTiles};
+    fence_async_proxy();
+    __syncthreads();
+    const int warp = threadIdx.x / kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
+    if (warp >= 16) {
+        give_registers_back<56>();
+        if (!(kBeside & kCopies) || warp == 19) return;
+        unsigned char* chunk = memory + 96 * 1024 + (warp - 16) * 8192;
+        const unsigned char* source = reinterpret_cast<const unsigned char*>(data) + blockIdx.x * 4096 + lane * 16;
+#pragma unroll 1
+        for (int repeat = 0; repeat < kRepeats / 3; ++repeat) {
+#pragma unroll 2
+            for (int i = 0; i < 16; ++i) {
+                copy_async<16>(chunk + i * 512 + lane * 16, source + (repeat * 16 + i) * 2304 % (1 << 24), true);
+            }
+            copy_async_commit();
+            copy_async_wait<1>();
+            fence_async_proxy();
+            barrier_arrive(&barriers[kArrivals + 15]);
+            __nanosleep(1500);  // as often as a kernel needs one
+        }
+        return;
+    }
+    take_registers<104>();
+    const uint32_t base = shared_address(memory) / 16;
+    const uint32_t ones = base + kUnitTiles * 2 * kTileSize;
+    Fragment scores[kTileKeys / 8];
+    Fragment sums[5] = {};
+    uint32_t weights[kSteps][4] = {};
+    uint32_t q[1][2][4];
+    uint32_t next_q[1][2][4];
+    for (int i = 0; i < 8; ++i) q[0][i / 4][i % 4] = next_q[0][i / 4][i % 4] = 0x20102010u + lane;
+    float reference[2] = {0.0f, 0.0f};
+    float finished = 0.0f;
+    int steep = 0;
+    const auto issue_scores = [&](int tile) {
+        const uint32_t k = base + tile * 2 * kTileSize;
+        wgmma_k16<__half, kTileKeys, false>(scores, q[0][0], tile_descriptor<kRowBytes>(k, 1), 0);
+        wgmma_k16<__half, kTileKeys, false>(scores, q[0][1], tile_descriptor<kRowBytes>(k + 2, 1), 1);
+        wgmma_commit();
+    };
+    const long long begin = clock64();
+    wgmma_fence();
+    issue_scores(0);
+    int tile = 0;
+    int turn = 0;
+    int rows = 64;
+    __half* out = data + (blockIdx.x * 4 + warp / 4) * 4096;
+#pragma unroll 1
+    for (int repeat = 0; repeat < kRepeats; ++repeat) {
+        const int next = tile + 1 < kUnitTiles ? tile + 1 : 0;
+        if (kBeside & kWait) barrier_wait(&barriers[next], 1);
+        wgmma_wait<0>();
+        if ((kBeside & kGiveBack) && lane == 0) barrier_arrive(&barriers[kArrivals + tile]);
+        if (tile == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float largest = kLowestReference;
+#pragma unroll
+                for (int block = 0; block < 4; ++block) {
+                    largest = fmaxf(largest, fmaxf(scores[block][half * 2], scores[block][half * 2 + 1]));
+                }
+                reference[half] = quad_max(largest) * factor;
+            }
+        }
+        uint32_t largest = 0;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int at = 0; at < 4; ++at) {
+                const float* score = &scores[step * 2 + at / 2][at % 2 * 2];
+                weights[step][at] = pack16<__half>(exp2_approx(score[0] * factor - reference[at % 2]),
+                                                   exp2_approx(score[1] * factor - reference[at % 2]));
+                largest = max16<__half>(largest, weights[step][at]);
+            }
+        }
+        steep += __any_sync(kFullMask, exceeds16<__half>(largest, 16384.0f));
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const uint32_t v = base + tile * 2 * kTileSize + kTileSize + step * kRowBytes;
+            wgmma_k16<__half, 40, true>(sums, weights[step], tile_descriptor<kRowBytes>(v, ones - v),
+                                        step > 0 || tile > 0);
+        }
+        wgmma_commit();
+        tile = next;
+        if (next > 0) {
+            issue_scores(next);
+            continue;
+        }
+        if (kBeside & kLoads) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) q[0][i / 4][i % 4] = next_q[0][i / 4][i % 4] & 0x0fffffffu;
+        }
+        issue_scores(0);
+        wgmma_wait<1>();
+        finished += sums[0][0] + sums[4][0];
+        if (kBeside & kStores) {
+            const float factors[2] = {1.0f / sums[4][0], 1.0f / sums[4][2]};
+            store_rows<32>(out + warp % 4 * 16 * 384, 384, reinterpret_cast<const Fragment(&)[4]>(sums), factors, rows,
+                           lane, true);
+        }
+        if (kBeside & kHandOver) {
+            barrier_wait(&barriers[8 + turn % 4], 1);
+            int4 unit = units[turn % 4];
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&barriers[kArrivals + 8 + turn % 4]);
+            ++turn;
+            for (int* field : {&unit.x, &unit.y, &unit.z, &unit.w}) *field = __shfl_sync(kFullMask, *field, 0);
+            out = data + (blockIdx.x * 4 + warp / 4) * 4096 + unit.y * 32;
+            rows = unit.z;
+        }
+        if (kBeside & kLoads) load_queries<32, 1>(next_q, out + warp % 4 * 16 * 384, 384, rows, lane, true);
+    }
+    wgmma_wait<0>();
+    barrier_among<4 * kGroupThreads>();
+    if (threadIdx.x == 0 && blockIdx.x == 0) *clocks = clock64() - begin;
+    if (finished == 1.2345f || steep == 12345) *sink = finished;
+}
+
+template <typename Kernel, typename... Rest>
+int run(const char* what, Kernel kernel, int groups, int threads, int blocks, Rest... rest) {
     static long long* clocks = nullptr;
     static float* sink = nullptr;
     if (clocks == nullptr) {
@@ -210,12 +355,32 @@ int run(const char* what, Kernel kernel, int groups) {
         CHECK(cudaMalloc(&sink, sizeof *sink));
     }
     CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    for (int turn = 0; turn < 2; ++turn) kernel<<<1, groups * kGroupThreads, kSharedBytes>>>(clocks, sink, 0.25f);
+    for (int turn = 0; turn < 2; ++turn) {
+        kernel<<<blocks, threads, kSharedBytes>>>(clocks, sink, 0.25f, rest...);
+    }
     CHECK(cudaGetLastError());
     long long counted = 0;
     CHECK(cudaMemcpy(&counted, clocks, sizeof counted, cudaMemcpyDeviceToHost));
     std::printf("%-72s %6.1f\n", what, static_cast<double>(counted) / kRepeats / groups);
     return 0;
+}
+
+template <typename Kernel>
+int run(const char* what, Kernel kernel, int groups) {
+    return run(what, kernel, groups, groups * kGroupThreads, 1);
+}
+
+// On every multiprocessor, which all use L2.
+template <typename Kernel>
+int run_beside(const char* what, Kernel kernel) {
+    static __half* data = nullptr;
+    if (data == nullptr) {
+        CHECK(cudaMalloc(&data, 64 << 20));
+        CHECK(cudaMemset(data, 0, 64 << 20));
+    }
+    int blocks = 0;
+    CHECK(cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, 0));
+    return run(what, kernel, 4, 5 * kGroupThreads, blocks, data);
 }
 
 }  // namespace
@@ -236,5 +401,13 @@ int main() {
     failures += run("tiles, 4 groups, without exponentials", tiles<4, false, false>, 4);
     failures += run("tiles, products behind weights, 2 groups", tiles<2, true, true>, 2);
     failures += run("tiles, products behind weights, 3 groups", tiles<3, true, true>, 3);
+    failures += run_beside("tiles, 4 groups, units of 6", beside<0>);
+    failures += run_beside("and a wait for a chunk, and giving it back", beside<kWait | kGiveBack>);
+    failures += run_beside("and copies of chunks by lanes", beside<kCopies>);
+    failures += run_beside("and a unit's rows written", beside<kStores>);
+    failures += run_beside("and a unit's queries read", beside<kLoads>);
+    failures += run_beside("and a unit handed over", beside<kHandOver>);
+    failures += run_beside("and what a unit begins and ends with", beside<kStores | kLoads | kHandOver>);
+    failures += run_beside("and all of these", beside<kWait | kGiveBack | kCopies | kStores | kLoads | kHandOver>);
     return failures == 0 ? 0 : 1;
 }

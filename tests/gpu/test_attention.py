@@ -108,6 +108,14 @@ def test_lengths_that_straddle_tiles(row, dtype, head_dim):
     check(row, dtype, inputs(dtype, head_dim, 48, heads=6, kv_heads=2), scale=0.25)
 
 
+@pytest.mark.parametrize(("row", "dtype", "head_dim"), [case for case in CASES if case.values[1] != "fp32"])
+def test_long_keys_that_end_within_a_tile(row, dtype, head_dim):
+    """They go round a ring of tiles several times before a tile that is not whole."""
+    tensors = inputs(dtype, head_dim, 65, 2501)
+    check(row, dtype, tensors)
+    check(row, dtype, tensors, key_lengths=torch.tensor([2501, 1300], dtype=torch.int32, device="cuda"))
+
+
 @pytest.mark.parametrize(("row", "dtype", "head_dim"), CASES)
 def test_padded_keys_never_leak(row, dtype, head_dim):
     q, k, v = inputs(dtype, head_dim, 65, max(LENGTHS), batch=len(LENGTHS))

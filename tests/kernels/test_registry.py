@@ -180,6 +180,14 @@ def test_a_row_kept_from_auto_is_never_chosen() -> None:
     assert select(REQUEST, (ANYTHING, replace(NARROW, auto=False))).row is ANYTHING
 
 
+def test_a_row_may_be_preferred_at_some_of_its_head_dims() -> None:
+    wide = replace(NARROW, auto_head_dims=(64,))
+    assert select(REQUEST, (ANYTHING, wide)).row is ANYTHING
+    assert "narrow: head_dim is 32; preferred at: 64" in select(REQUEST, (ANYTHING, wide)).reason
+    assert select(replace(REQUEST, head_dim=64), (ANYTHING, wide)).row is wide
+    assert refusal(wide, REQUEST) is None  # who names it is served
+
+
 @pytest.mark.parametrize("head_dim", [0, 257])
 def test_what_no_row_serves_is_refused_with_every_reason(head_dim: int) -> None:
     with pytest.raises(
@@ -383,6 +391,14 @@ def test_what_a_row_says_of_its_products(tmp_path: Path) -> None:
         read_row(tmp_path, products="tf32")
     with pytest.raises(TilerankError, match=r"products is 'int8'; allowed: ffma, fp16x3, tf32"):
         read_row(tmp_path, products="int8")
+
+
+def test_head_dims_that_auto_takes_a_row_at_are_some_that_it_serves(tmp_path: Path) -> None:
+    assert read_row(tmp_path, head_dims="[32, 64]").auto_head_dims is None
+    assert read_row(tmp_path, head_dims="[32, 64]", auto_head_dims="[64]").auto_head_dims == (64,)
+    for served, wrong in (("[32, 64]", "[96]"), ("[32, 64]", "[32, 64]"), ("[32, 64]", "64"), ("any", "[64]")):
+        with pytest.raises(TilerankError, match=r"auto_head_dims is .*some of the row's head_dims"):
+            read_row(tmp_path, head_dims=served, auto_head_dims=wrong)
 
 
 def test_a_dtype_may_need_a_newer_gpu_than_the_row(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_call_is_described_with_the_row_that_serves_it_and_its_code() -> None:
 def test_only_a_row_that_auto_takes_changes_what_stages_depend_on() -> None:
     rows = registry.attention_rows()
     newest = max(rows, key=lambda row: row.rung)
-    other = replace(newest, name="new", rung=99, preference=None, auto=True)
+    other = replace(newest, name="new", rung=99, preference=None, auto=True, auto_head_dims=None)
     before = choose()
     assert choose(rows={"attention": [*rows, replace(other, auto=False)]}) == before
     assert choose(rows={"attention": [*rows, replace(other, preference=0)]}) == before

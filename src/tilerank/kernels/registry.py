@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 _REQUIRED = ("file", "device", "rung", "dtypes", "head_dims", "layouts", "masks", "min_sm", "prediction")
 _OPTIONAL = (
     *("max_k_len", "workspace", "auto", "preference", "timed_layout", "host_exempt"),
-    *("products", "dtype_min_sm", "max_sm", "width_multiple"),
+    *("products", "dtype_min_sm", "max_sm", "width_multiple", "auto_head_dims"),
 )
 
 
@@ -52,6 +52,7 @@ class Row:
     dtype_min_sm: Mapping[str, int] = field(default_factory=dict, hash=False)
     max_sm: int | None = None
     width_multiple: int = 1
+    auto_head_dims: tuple[int, ...] | None = None  # None: every one that it serves
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -121,6 +122,16 @@ def _dtype_min_sm(where: str, values: Mapping[str, Any]) -> dict[str, int]:
     return dict(given)
 
 
+def _auto_head_dims(where: str, values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    given = values.get("auto_head_dims")
+    if given is None:
+        return None
+    served = values["head_dims"]
+    if not isinstance(given, list) or not isinstance(served, list) or not set(given) < set(served):
+        raise TilerankError(f"{where} is {given!r}; allowed: some of the row's head_dims, {served}")
+    return tuple(given)
+
+
 def _products(where: str, values: Mapping[str, Any]) -> str:
     products = values.get("products", PRODUCTS[0])
     if products not in PRODUCTS:
@@ -168,6 +179,7 @@ def _parse_row(where: str, name: str, values: Mapping[str, Any]) -> Row:
         dtype_min_sm=_dtype_min_sm(f"{where}.dtype_min_sm", values),
         max_sm=int(values["max_sm"]) if "max_sm" in values else None,
         width_multiple=int(values.get("width_multiple", 1)),
+        auto_head_dims=_auto_head_dims(f"{where}.auto_head_dims", values),
     )
 
 
@@ -262,7 +274,7 @@ def _preference(row: Row) -> int:
 def select(request: Request, rows: Sequence[Row]) -> Selection:
     """What ``auto`` runs: of the rows that serve the request, the one of the highest preference. That is the rung
     (later rungs were written to be faster) unless measuring said otherwise; the row then gives its own number.
-    Rows with ``auto: false`` are left to callers who name them.
+    Rows with ``auto: false`` are left to callers who name them, rows with ``auto_head_dims`` at other head dims.
 
     Raises ValueError with every row's reason when none serves.
     """
@@ -271,6 +283,8 @@ def select(request: Request, rows: Sequence[Row]) -> Selection:
         if not row.auto:
             continue
         reason = refusal(row, request)
+        if reason is None and row.auto_head_dims is not None and request.head_dim not in row.auto_head_dims:
+            reason = f"head_dim is {request.head_dim}; preferred at: {', '.join(map(str, row.auto_head_dims))}"
         if reason is None:
             why = f"{row.name} is preferred of all that serve this call"
             return Selection(row, f"{why} (passed over: {'; '.join(passed_over)})" if passed_over else why)

@@ -62,8 +62,17 @@ def _serves(row: Row) -> tuple[str, ...]:
         ", ".join(row.masks) or "none",
         "any" if row.max_k_len is None else f"up to {_size(row.max_k_len)}",
         "CPU" if row.device == "cpu" else _architectures(row),
-        "by name" if not row.auto else str(row.rung if row.preference is None else row.preference),
+        _auto(row),
     )
+
+
+def _auto(row: Row) -> str:
+    if not row.auto:
+        return "by name"
+    number = str(row.rung if row.preference is None else row.preference)
+    if row.auto_head_dims is None:
+        return number
+    return f"{number} at head_dim {', '.join(map(str, row.auto_head_dims))}"
 
 
 def _architectures(row: Row) -> str:
