@@ -33,7 +33,8 @@ def run(stage: Stage) -> None:
         rerankers = rerank.Rerankers.of(setup, precision)
         judged = (calls, reference, limits, machine.rerank_rounds)
         times = rerank.bench_precision(setup, precision, rerankers, *judged)
-        times |= rerank.bench_many(setup, precision, rerankers, calls, min(machine.rerank_rounds, 2))
+        many_rounds = 1 if device == "cuda" else min(machine.rerank_rounds, 2)
+        times |= rerank.bench_many(setup, precision, rerankers, calls, many_rounds)
         times["steps"] = rerank.bench_steps(setup, precision, rerankers, *judged)
         del rerankers  # what follows measures memory
         record.setdefault("rerank", {})[precision] = {**times, "queries": len(calls)}
