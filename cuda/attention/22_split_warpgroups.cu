@@ -17,8 +17,8 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside the one that brings and splits. Scores, weights, sums and queries take 112 registers of
-// theirs; a block has 65,536, in eights a thread.
+// Warpgroups that compute, beside the one that brings and splits. Scores, weights, sums and queries take 112 registers
+// of theirs; a block has 65,536, in eights a thread.
 constexpr int kGroups = 3;
 constexpr int kRegisters = 144;
 constexpr int kSplitRegisters = 80;
@@ -92,8 +92,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     uint32_t low[kSteps][4] = {};
     SplitQueries<kD> q;
 
-    const auto issue_scores = [&](int slot) {
-        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize));
+    const auto issue_scores = [&](uint32_t panel) {
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -109,8 +108,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     };
     // Of one tile, small products first again. Tensor cores cut off what does not fit a sum, always towards zero, which
     // adds up over many tiles: these join the sums of all by an addition that rounds to the nearest.
-    const auto issue_tile_sums = [&](int slot) {
-        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize) + kPanelSize);
+    const auto issue_tile_sums = [&](uint32_t panel) {
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kD, true>(tile_sums, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -200,7 +198,6 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         passed = max(passed, chunk);
         if (tiles == 0) return;
         use_queries();
-        prepare(turn + 1);
         const int whole_tiles = uniform(task.whole_tiles);
         const bool is_last = uniform(task.is_last) != 0;
         const int first_row = first_row_of(task);
@@ -221,10 +218,12 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 #pragma unroll 1
         for (int tile = 0;; ++tile) {
             const bool is_last_tile = tile + 1 == tiles;
+            const uint32_t panel = warp_register(ring + at.slot * (2 * kPanelSize));
             wait_for(at);
             const uint4 notes = load_vector<uint4>(&shared.ring.notes[at.slot]);
             wgmma_fence();
-            issue_scores(at.slot);
+            issue_scores(panel);
+            if (tile == 0) prepare(turn + 1);  // behind the products
             wgmma_wait<0>();
             float unit[2];
 #pragma unroll
@@ -286,7 +285,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                 softmax[1].sum += tile_sum[1];
             }
             wgmma_fence();
-            issue_tile_sums(at.slot);
+            issue_tile_sums(panel + kPanelSize);
             wgmma_wait<0>();
             add_tile_sums(__uint_as_float(notes.y));
             if (is_last_tile) break;
@@ -338,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
     }
-    shared.ring.init(kGroups * kGroupWarps);
+    shared.ring.init(kGroups * kGroupWarps, kAligned);
     queues.init(kGroupWarps);
     UnitPlace places[2];
     const bool brings = warp + 1 == kThreads / kWarpSize;

@@ -1,6 +1,6 @@
 // Shared policy of the fp32 kernels on warpgroup products: warps that bring the keys and values of a pair into a ring as
-// fp16 terms (common/split_fp16.cuh), once for all its units. One has chunks copied, the others split them where they
-// lie. head_dim 32.
+// fp16 terms (common/split_fp16.cuh), once for all its units. One has chunks copied, the others split them where they lie.
+// head_dim 32.
 #pragma once
 
 #include "common/balanced.cuh"
@@ -72,11 +72,12 @@ struct PanelRing {
         largest = memory.take<uint2>(2 * kWarps);
     }
 
-    // By the whole block, before a __syncthreads(). user_warps: those that each give every chunk back.
-    __device__ __forceinline__ void init(int user_warps) const {
+    // By the whole block, before a __syncthreads(). user_warps: those that each give every chunk back. mapped: the copy
+    // engine brings chunks, else the lanes of a warp.
+    __device__ __forceinline__ void init(int user_warps, bool mapped) const {
         if (threadIdx.x < 2) barrier_init(&measured[threadIdx.x], kWarps * kWarpSize);
         if (threadIdx.x >= kChunks) return;
-        barrier_init(&landed[threadIdx.x], 1);
+        barrier_init(&landed[threadIdx.x], mapped ? 1 : kWarpSize);
         barrier_init(&full[threadIdx.x], kWarps * kWarpSize);
         barrier_init(&empty[threadIdx.x], user_warps);
         notes[threadIdx.x].misfit = 0;
@@ -84,8 +85,8 @@ struct PanelRing {
 
     // ---- The warp that has chunks copied ----
 
-    // Has every chunk of the block's passes copied, and then tells the warps that split that there are no more. beside():
-    // what else there is to do for the warp, a little at a time; true once that is done.
+    // Has every chunk of the block's passes copied, then tells the warps that split that there are no more. beside(): what
+    // else there is to do for the warp, a little at a time; true once that is done.
     template <typename P, typename Beside>
     __device__ __forceinline__ void bring(P passes, const PanelMaps& maps, bool mapped, int lane,
                                           const Beside& beside) const {
@@ -106,10 +107,8 @@ struct PanelRing {
                     }
                 } else {
                     is_told = true;
-                    if (lane == 0) {
-                        notes[slot].keys = kNoChunk;
-                        barrier_arrive(&landed[slot]);
-                    }
+                    if (lane == 0) notes[slot].keys = kNoChunk;
+                    if (lane == 0 || !mapped) barrier_arrive(&landed[slot]);
                 }
                 if (++slot == kChunks) slot = 0, parity ^= 1;
             }
@@ -182,7 +181,7 @@ struct PanelRing {
             notes[slot].sequence = passes.sequence;
             notes[slot].head = passes.head;
         }
-        if (mapped) {  // behind the last key there may come those of the next sequence
+        if (mapped) {  // behind the last key there may come what follows the sequence
             if (lane != 0) return;
             const int sequence = args.cu_seqlens_q != nullptr ? 0 : passes.sequence;
             barrier_arrive_expecting(&landed[slot], 2 * kPanelBytes);
@@ -202,8 +201,7 @@ struct PanelRing {
             store_vector(panel + at, k[row * args.k_token_stride + lane]);
             store_vector(panel + kPanelBytes + at, v[row * args.v_token_stride + lane]);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&landed[slot]);
+        barrier_arrive(&landed[slot]);
     }
 
     // Are there numbers too large for a sum over many keys, or some that are below 2^least once they are multiplied, so
