@@ -61,7 +61,8 @@ def add_operations(python: Path, tree: Path) -> Path:
         "from pathlib import Path; from tilerank.kernels import tf_build, tf_ops; "
         "print(tf_build.write_package(tf_ops.installed(), Path('src/tilerank/_lib')))"
     )
-    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+    path = os.pathsep.join(filter(None, [str(tree / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
     command = [python, "-c", code]
     answer = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if answer.returncode != 0:

@@ -105,6 +105,11 @@ __device__ __forceinline__ void cluster_sync() {
     TILERANK_HOPPER("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same behind fence_barrier_init, where nothing else has been written: it waits for no memory.
+__device__ __forceinline__ void cluster_sync_barriers() {
+    TILERANK_HOPPER("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Arrives at this barrier of another block of the cluster, or of the own one: the caller has no more use for what a copy
 // may overwrite. It publishes nothing that the caller wrote; releasing that to the cluster would wait for every store to
 // global memory under way, at each arrival.

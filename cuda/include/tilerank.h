@@ -291,6 +291,39 @@ typedef struct tilerank_embedding_params {
     int64_t out_stride;      /* at least width where there is more than one row */
 } tilerank_embedding_params;
 
+/* What stands between two attentions of an encoder, rows by rows: with LN(y) = layer_norm(y) gamma + beta,
+ *     x1 = LN1(found out_weight^T + out_bias + x)
+ *     out = LN2(gelu(x1 up_weight^T + up_bias) down_weight^T + down_bias + x1)
+ *     next = out next_weight^T + next_bias
+ * in weights as torch.nn.Linear keeps them, [outputs, inputs]. x1 is rounded to the dtype, and so is what gelu gives. */
+typedef struct tilerank_layer_params {
+    const void* found;       /* [rows, width]: what attention gave */
+    const void* x;           /* [rows, width]: what the layer began with */
+    void* out;               /* [rows, width]; may be x itself where their strides are equal */
+    void* next;              /* [rows, next_columns]; NULL: not wanted */
+    const void* out_weight;  /* [width, width] */
+    const void* up_weight;   /* [wide, width] */
+    const void* down_weight; /* [width, wide] */
+    const void* next_weight; /* [next_columns, width] */
+    const void* out_bias;    /* vectors of as many elements as outputs */
+    const void* up_bias;
+    const void* down_bias;
+    const void* next_bias;
+    const void* gammas[2];   /* [width] each: of x1, of out */
+    const void* betas[2];
+    int32_t dtype;           /* TILERANK_FP32, ... */
+    int32_t overlap;         /* as in tilerank_linear_params */
+    double epsilon;
+    int64_t rows;
+    int64_t width;
+    int64_t wide;
+    int64_t next_columns;    /* 0 where next is NULL */
+    int64_t found_stride;    /* elements from a row to the next; weights have none between their rows */
+    int64_t x_stride;
+    int64_t out_stride;
+    int64_t next_stride;
+} tilerank_layer_params;
+
 /* Attention from one token of each packed sequence, as a classifier's needs it (cuda/token_attention/reference.cc):
  *   out[s,h,:] = sum over keys j of sequence s of softmax_j(scale * <q[s,h,:], k[j,h,:]>) * v[j,h,:]
  * Sequence s has the keys cu_seqlens_k[s] .. cu_seqlens_k[s+1]-1, clamped as in tilerank_attention_varlen_params; without
@@ -340,13 +373,16 @@ TILERANK_API const tilerank_variant* tilerank_layernorm_variant(int32_t index);
 TILERANK_API int32_t tilerank_block_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_block_variant(int32_t index);
 
-/* And for those of the linear layer, of the embeddings, and of attention from one token a sequence. */
+/* And for those of the linear layer, of the embeddings, of attention from one token a sequence, and of the layer behind
+ * attention. */
 TILERANK_API int32_t tilerank_linear_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_linear_variant(int32_t index);
 TILERANK_API int32_t tilerank_embedding_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_embedding_variant(int32_t index);
 TILERANK_API int32_t tilerank_token_attention_variant_count(void);
 TILERANK_API const tilerank_variant* tilerank_token_attention_variant(int32_t index);
+TILERANK_API int32_t tilerank_layer_variant_count(void);
+TILERANK_API const tilerank_variant* tilerank_layer_variant(int32_t index);
 
 /* Bytes of workspace that the call below needs for these parameters (often 0).
  * variant: a name from the list above.
@@ -398,6 +434,12 @@ TILERANK_API tilerank_status tilerank_token_attention_workspace_size(const char*
 TILERANK_API tilerank_status tilerank_token_attention(const char* variant,
                                                       const tilerank_token_attention_params* params, void* workspace,
                                                       size_t workspace_bytes, void* stream);
+
+/* The same for the layer behind attention. */
+TILERANK_API tilerank_status tilerank_layer_workspace_size(const char* variant, const tilerank_layer_params* params,
+                                                           size_t* bytes);
+TILERANK_API tilerank_status tilerank_layer(const char* variant, const tilerank_layer_params* params, void* workspace,
+                                            size_t workspace_bytes, void* stream);
 
 /* The same for embeddings. */
 TILERANK_API tilerank_status tilerank_embedding_workspace_size(const char* variant,

@@ -179,7 +179,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         }
         fence_barrier_init();
     }
-    cluster_sync();
+    cluster_sync_barriers();
     let_next_begin();
     if (warp < kWarps) {
         give_registers_back<24>();

@@ -1,6 +1,7 @@
 /* Counts the CUDA driver calls of the process that loads it, whoever makes them, by name: what a framework copies,
- * allocates and launches between start and stop. It uses CUPTI's callbacks, declared here as far as they are needed, so
- * that no header is; the caller says where CUPTI is. One counter a process, and no other profiler beside it.
+ * allocates and launches between start and stop, and on which stream it launches. It uses CUPTI's callbacks, declared
+ * here as far as they are needed, so that no header is; the caller says where CUPTI is. One counter a process, and no
+ * other profiler beside it.
  *
  *   cc -shared -fPIC -o driver_calls.so driver_calls.c -ldl -lpthread
  */
@@ -21,6 +22,17 @@ struct callback_data {
     const char* symbol; /* of a launch: the kernel; of other calls nothing */
 };
 
+/* The heads of what cuLaunchKernel and cuLaunchKernelEx are called with, the second through a pointer. */
+struct launch {
+    void* function;
+    unsigned grid_block_and_shared[7];
+    void* stream;
+};
+struct launch_config {
+    unsigned grid_block_and_shared[7];
+    void* stream;
+};
+
 typedef void (*callback_function)(void*, int, uint32_t, const struct callback_data*);
 
 static int (*subscribe)(void**, callback_function, void*);
@@ -32,7 +44,15 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static void* subscriber;
 static long counts[CALLS];
 static char kernels[KERNELS][NAME];
+static void* streams[KERNELS];
 static int kernel_count;
+
+static void* stream_of(const struct callback_data* data) {
+    if (strncmp(data->function, "cuLaunchKernelEx", 16) == 0) {
+        return (*(const struct launch_config* const*)data->parameters)->stream;
+    }
+    return strncmp(data->function, "cuLaunchKernel", 14) == 0 ? ((const struct launch*)data->parameters)->stream : NULL;
+}
 
 static void note(void* unused, int domain, uint32_t call, const struct callback_data* data) {
     (void)unused;
@@ -41,6 +61,7 @@ static void note(void* unused, int domain, uint32_t call, const struct callback_
     ++counts[call];
     if (strncmp(data->function, "cuLaunch", 8) == 0 && data->symbol != NULL && kernel_count < KERNELS) {
         strncpy(kernels[kernel_count], data->symbol, NAME - 1);
+        streams[kernel_count] = stream_of(data);
         ++kernel_count;
     }
     pthread_mutex_unlock(&mutex);
@@ -68,8 +89,8 @@ const char* driver_calls_start(const char* cupti) {
     return NULL;
 }
 
-/* Stop counting and write a line "call COUNT NAME" for each function and "kernel NAME" for each launch, in order.
- * Returns NULL, or why it cannot. */
+/* Stop counting and write a line "call COUNT NAME" for each function and "kernel STREAM NAME" for each launch, in
+ * order. Returns NULL, or why it cannot. */
 const char* driver_calls_stop(const char* path) {
     unsubscribe(subscriber);
     FILE* file = fopen(path, "w");
@@ -80,6 +101,6 @@ const char* driver_calls_stop(const char* path) {
         if (callback_name(DRIVER_API, call, &name) != 0 || name == NULL) name = "unknown";
         fprintf(file, "call %ld %s\n", counts[call], name);
     }
-    for (int i = 0; i < kernel_count; ++i) fprintf(file, "kernel %s\n", kernels[i]);
+    for (int i = 0; i < kernel_count; ++i) fprintf(file, "kernel %p %s\n", streams[i], kernels[i]);
     return fclose(file) == 0 ? NULL : "the file cannot be written";
 }

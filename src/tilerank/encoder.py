@@ -1,14 +1,14 @@
 """From token sequences to one vector or logit each: the padded forward pass, and the packed one.
 
 An encoder works in three steps, public so that a benchmark can time each: `plan` groups sequences into batches,
-`upload` puts their ids on the device, `forward` runs the model over one batch.
+`stage` makes them ready or `upload` puts them on the device, `forward` runs the model over one batch.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -43,8 +43,13 @@ class Encoder(Protocol):
         """What `forward` takes of each batch (rows of ``tokens``), on the device."""
         ...
 
-    def forward(self, batch: Any) -> torch.Tensor:
-        """Logits ``[n]`` or vectors ``[n, d]`` of one batch, float32, on the device."""
+    def stage(self, tokens: Tokens, batches: Sequence[np.ndarray]) -> Iterable[Any]:
+        """The same, in pinned memory where `forward` itself copies a batch to where it is read."""
+        ...
+
+    def forward(self, batch: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits ``[n]`` or vectors ``[n, d]`` of one batch, float32, on the device; or in ``out``, which may be in
+        pinned memory: then the copy is enqueued, not waited for."""
         ...
 
 
@@ -87,9 +92,16 @@ class PaddedEncoder:
                 inputs["attention_mask"] = mask
             yield inputs, mask
 
-    def forward(self, batch: tuple[dict[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    stage = upload
+
+    def forward(
+        self, batch: tuple[dict[str, torch.Tensor], torch.Tensor], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits or vectors of one batch."""
-        inputs, mask = batch
+        result = self._run(*batch)
+        return result if out is None else out.copy_(result, non_blocking=True)
+
+    def _run(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
         output = self._model(**inputs)
         if self._head.is_classifier:
             return output.logits[:, 0].float()
@@ -145,34 +157,41 @@ class PackedEncoder:
 
     def upload(self, tokens: Tokens, batches: Sequence[np.ndarray]) -> list[PackedBatch]:
         """All batches in one copy, from pinned memory where the device is a GPU."""
-        if not batches:
-            return []
+        staged, made = self._packed(tokens, batches)
+        # The allocator keeps the pinned memory until the copy has ended.
+        parts = staged.to(self._device, non_blocking=True).split([len(batch.values) for batch in made])
+        return [replace(batch, values=values) for batch, values in zip(made, parts, strict=True)]
+
+    def stage(self, tokens: Tokens, batches: Sequence[np.ndarray]) -> list[PackedBatch]:
+        """All batches in pinned memory where they are run as graphs, else on the device."""
+        return self.upload(tokens, batches) if self.graphs is None else self._packed(tokens, batches)[1]
+
+    def _packed(self, tokens: Tokens, batches: Sequence[np.ndarray]) -> tuple[torch.Tensor, list[PackedBatch]]:
+        """Memory of the host for all batches, and each of them as a part of it."""
         counts = [(int(tokens.lengths[rows].sum()), len(rows)) for rows in batches]
         shapes = [self._shape(*count) for count in counts]
         sizes = [packing.size_of(*shape) for shape in shapes]
         staged = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        values, start = staged.numpy(), 0
-        for rows, shape, size in zip(batches, shapes, sizes, strict=True):
+        made = []
+        parts = (staged,) if len(sizes) == 1 else staged.split(sizes)
+        for rows, shape, count, values in zip(batches, shapes, counts, parts, strict=True):
             packing.fill(
-                values[start : start + size],
+                values.numpy(),
                 tokens,
                 rows,
                 shape,
                 with_types=self._uses_types,
                 positions_from=self._positions_from,
             )
-            start += size
-        # The allocator keeps the pinned memory until the copy has ended.
-        on_device = staged.to(self._device, non_blocking=True).split(sizes)
-        return [
-            PackedBatch(values, *shape, *count, int(tokens.lengths[rows].max()))
-            for rows, shape, count, values in zip(batches, shapes, counts, on_device, strict=True)
-        ]
+            made.append(PackedBatch(values, *shape, *count, int(tokens.lengths[rows].max())))
+        return staged, made
 
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
+    def forward(self, batch: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits or vectors of one batch."""
-        result = self._body(batch.parts(), batch.longest) if self.graphs is None else self.graphs.run(batch)
-        return result[: batch.used_sequences]
+        if self.graphs is not None:
+            return self.graphs.run(batch, out)[: batch.used_sequences]
+        result = self._body(batch.parts(), batch.longest)[: batch.used_sequences]
+        return result if out is None else out.copy_(result, non_blocking=True)
 
     def _shape(self, tokens: int, sequences: int) -> tuple[int, int]:
         bucket = None if self.graphs is None else self.graphs.bucket(tokens, sequences)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tilerank.spread import spread, start, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -72,10 +74,11 @@ without blanks falls apart."""
 _PROBES = 512
 _AT_ONCE = LONGEST // 4
 """Characters, of up to four bytes, that are encoded in one call: below `LONGEST`."""
+_SMALLEST_PART = 2048
+"""Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
-_FEW = 128
-"""Texts below which one thread is as quick: ``tokie`` starts its own anew on every call, one for each core."""
 
+_LAST_ASCII = AGREED[0][1]
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
 for _first, _last in AGREED:
     _IS_AGREED[_first : _last + 1] = True
@@ -102,52 +105,66 @@ class FastEncoder:
         self._separator = _separator(settings.get("added_tokens") or ())
         probes = _probes(list(settings["model"]["vocab"]))
         expected = encode_with_tokenizers(backend, probes)
-        for way in (self._in_threads, self._in_turn):
-            for text, ours, theirs in zip(probes, way(probes), expected, strict=True):
+        for found in (self.encode(probes), self._encode_mixed(probes)):
+            for text, ours, theirs in zip(probes, found, expected, strict=True):
                 if not np.array_equal(ours, theirs):
                     raise ValueError(f"tokie encodes {text!r:.60} otherwise than tokenizers")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32, without special tokens."""
+        return self.start(texts)()
+
+    def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
+        """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
+        if self._separator is None or not texts:
+            return lambda: self._encode_mixed(texts)
+        parts = _parts(texts)
+        work = start(self._ids_if_agreed, parts, min(len(parts), threads()) - 1)
+        return lambda: self._rows(texts, work.wait())
+
+    def _rows(self, texts: Sequence[str], found: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        """``found``: ids of runs of texts, the separator behind each text."""
+        if any(ids is None for ids in found):
+            return self._encode_mixed(texts)
+        ids = np.concatenate(found)
+        ends = np.flatnonzero(ids == self._separator[1])
+        if len(ends) != len(texts):  # a text has the token itself
+            return self._encode_mixed(texts)
+        bounds = ends.tolist()
+        return [ids[first:end] for first, end in zip([0, *[end + 1 for end in bounds]], bounds, strict=False)]
+
+    def _encode_mixed(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Text by text, each by the one that is to encode it."""
         agreed = list(map(is_agreed, texts))
-        asked = [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]
-        found = (self._in_turn if len(asked) < _FEW else self._in_threads)(asked)
-        if len(asked) == len(texts):
-            return found
+        fast = iter(spread(self._ids, [text for text, is_fast in zip(texts, agreed, strict=True) if is_fast]))
         others = [text for text, is_fast in zip(texts, agreed, strict=True) if not is_fast]
-        fast, slow = iter(found), iter(encode_with_tokenizers(self._backend, others))
+        slow = iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
-    def _in_threads(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Shared out among threads that ``tokie`` starts."""
-        ids, counts = self._fast.encode_batch_flat(list(texts), False)
-        return _rows(ids.view(np.int32), np.cumsum(counts, dtype=np.int64).tolist())
+    def _ids_if_agreed(self, texts: Sequence[str]) -> np.ndarray | None:
+        """Ids of the texts, the separator's behind each; None where `are_agreed` is not sure of them."""
+        return self._ids(self._separator[0].join([*texts, ""])) if are_agreed(texts) else None
 
-    def _in_turn(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """On the calling thread: one text after another, or several at once with a special token between them."""
-        rows: list[np.ndarray] = []
-        first, size = 0, 0
-        for index, text in enumerate(texts):
-            size += len(text)
-            if index > first and (self._separator is None or size > _AT_ONCE):
-                rows += self._at_once(texts[first:index])
-                first, size = index, len(text)
-            size += _SEPARATOR_LENGTH
-        return rows + self._at_once(texts[first:]) if texts else rows
-
-    def _at_once(self, texts: Sequence[str]) -> list[np.ndarray]:
-        token, number = self._separator or ("", -1)
-        ids = self._fast.encode_batch_flat([token.join(texts)], False)[0].view(np.int32)
-        if len(texts) == 1:
-            return [ids]
-        ends = np.flatnonzero(ids == number)
-        if len(ends) != len(texts) - 1:  # a text has the token itself
-            return [row for text in texts for row in self._at_once([text])]
-        return [row[1:] if index else row for index, row in enumerate(_rows(ids, [*ends.tolist(), len(ids)]))]
+    def _ids(self, text: str) -> np.ndarray:
+        """Gives up the interpreter's lock while it works."""
+        return self._fast.encode_batch_flat([text], False)[0].view(np.int32)
 
 
-def _rows(ids: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
-    return [ids[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
+    """Runs of texts of nearly as many characters each, as many as keep the threads busy."""
+    total = sum(map(len, texts)) + _SEPARATOR_LENGTH * len(texts)
+    # One call for each thread: a call waits for the interpreter's lock at its end, so that more of them take longer.
+    most = min(_AT_ONCE, max(_SMALLEST_PART, -(-total // threads())))
+    parts: list[Sequence[str]] = []
+    first, size = 0, 0
+    for index, text in enumerate(texts):
+        length = len(text) + _SEPARATOR_LENGTH
+        if index > first and size + length > most:
+            parts.append(texts[first:index])
+            first, size = index, 0
+        size += length
+    parts.append(texts[first:])
+    return parts
 
 
 def _separator(added: Sequence[dict[str, Any]]) -> tuple[str, int] | None:
@@ -168,9 +185,23 @@ def is_agreed(text: str) -> bool:
     """Whether every character of ``text`` is in `AGREED`, and its length below `LONGEST`."""
     if text.isascii():
         return len(text) < LONGEST and "\x7f" not in text
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     # A character has at most four bytes.
-    return bool(_IS_AGREED[points].all()) and (4 * len(points) < LONGEST or len(text.encode("utf-8")) < LONGEST)
+    return _has_agreed_characters(text) and (4 * len(text) < LONGEST or len(text.encode("utf-8")) < LONGEST)
+
+
+def are_agreed(texts: Sequence[str]) -> bool:
+    """Whether `is_agreed` of every text, found sooner than one by one; False where that takes a closer look."""
+    others = "".join([text for text in texts if not text.isascii()])
+    return (
+        4 * (max(map(len, texts)) + _SEPARATOR_LENGTH) < LONGEST
+        and not any(["\x7f" in text for text in texts])
+        and (not others or _has_agreed_characters(others))
+    )
+
+
+def _has_agreed_characters(text: str) -> bool:
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return bool(_IS_AGREED[points[points > _LAST_ASCII]].all())  # most are not above it
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -37,6 +37,9 @@ Embed: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 TokenAttention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """q ``[sequences, heads, head_dim]`` of one token each, k and v ``[rows, heads, head_dim]``, the bounds of sequences in
 these, the longest, the scale -> ``[sequences, heads, head_dim]``."""
+Between: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""What attention found and the layer's x, which may be overwritten, both ``[rows, width]`` -> the layer's result, and
+the next product of that."""
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 gelu: Activation = functional.gelu  # by the error function
@@ -46,6 +49,7 @@ NORM = "vectorized"
 
 ENCODER_ROWS = (
     ("embedding", "warp_rows"),
+    ("layer", "resident_tokens"),
     ("layernorm", NORM),
     ("linear", "resident_rows"),
     ("linear", "row_layernorm"),
@@ -56,6 +60,9 @@ ENCODER_ROWS = (
 
 OWN_PRODUCTS = frozenset({"projection", "qkv", "kv", "out", "up", "down"})
 """Parts whose product a kernel here computes where one serves; the others are left to cuBLASLt."""
+
+WHOLE_LAYERS = True
+"""Whether one kernel goes from attention to attention where it serves."""
 
 OVERLAP = True
 """Whether those kernels begin while the one before them ends; the weights here are complete long before."""
@@ -79,6 +86,10 @@ class Bound:
         """Of ``x @ weight.T + bias``, and of what GELU or averaging over rows makes of it."""
         rows = weight.detach().double().norm(dim=1) * self.norm + bias.detach().double().abs()
         return Bound(float(rows.max()), float(rows.norm()))
+
+
+Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""``[out, in]`` and the bias."""
 
 
 class Parts(Protocol):
@@ -105,6 +116,11 @@ class Parts(Protocol):
         self, name: str, weight: torch.Tensor, bias: torch.Tensor, norm: torch.nn.LayerNorm, bound: Bound
     ) -> LinearNorm:
         """``norm(x @ weight.T + bias + residual)``."""
+        ...
+
+    def between(self, layer: torch.nn.Module, following: Weights | None) -> Between | None:
+        """All that stands behind a layer's attention, and the product with ``following`` behind that; None where
+        nothing does it at once."""
         ...
 
 
@@ -162,6 +178,10 @@ class TorchParts:
         self.used[name] = "torch"
         weight, bias, normalised = self._here(weight), self._here(bias), self._norm(norm)
         return lambda x, residual: normalised(functional.linear(x, weight, bias) + residual)
+
+    def between(self, layer: torch.nn.Module, following: Weights | None) -> Between | None:
+        """See `Parts`."""
+        return None
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._device, self._dtype)
@@ -279,6 +299,40 @@ class KernelParts(TorchParts):
 
         return in_two
 
+    def between(self, layer: torch.nn.Module, following: Weights | None) -> Between | None:
+        """See `Parts`."""
+        out, up, down = layer.attention.output, layer.intermediate.dense, layer.output
+        wide, width = up.weight.shape
+        norms = (out.LayerNorm, down.LayerNorm)
+        serves = (
+            WHOLE_LAYERS
+            and not self._few_rows
+            and self._runs("layer", "resident_tokens")
+            and width == 384
+            and wide % 64 == 0
+            and wide >= 128
+            and _activation(layer.intermediate.intermediate_act_fn) is gelu
+            and norms[0].eps == norms[1].eps
+        )
+        if not serves:
+            return None
+        from tilerank.kernels import encoder_ops
+
+        def here(weight: torch.Tensor, bias: torch.Tensor) -> Weights:
+            return self._here(weight).contiguous(), self._here(bias)
+
+        weights = encoder_ops.LayerWeights(
+            out=here(out.dense.weight, out.dense.bias),
+            up=here(up.weight, up.bias),
+            down=here(down.dense.weight, down.dense.bias),
+            norms=(here(norms[0].weight, norms[0].bias), here(norms[1].weight, norms[1].bias)),
+            next=None if following is None else here(*following),
+            epsilon=norms[0].eps,
+        )
+        self.used["between"] = "resident_tokens"
+        options: dict[str, Any] = {"variant": "resident_tokens", "overlap": OVERLAP}
+        return lambda found, x: encoder_ops.layer(found, x, weights, **options)
+
     def _multiplies(self, name: str) -> bool:
         """Whether the part's product is computed by a kernel here."""
         return not self._few_rows and name in OWN_PRODUCTS
@@ -335,7 +389,7 @@ class _Layer:
 class _LastLayer:
     """The last layer where only first tokens count: keys and values of all rows, the rest for first tokens."""
 
-    kv: Linear
+    kv: Linear | None  # None: made by the layer before
     q: Linear
     out: LinearNorm
     up: Linear
@@ -382,13 +436,18 @@ class FusedModel:
             self._project = self.parts.linear("projection", *weights, None, bound)
             bound = bound.after(*weights)
         layers = list(base.encoder.layer)
-        self._layers = []
-        for layer in layers[:-1] if first_only else layers:
-            self._layers.append(_layer(self.parts, layer, bound))
+        all_rows = layers[:-1] if first_only else layers
+        self._layers: list[_Layer] = []
+        self._qkv = self._between = None
+        if (between := _between(self.parts, layers, first_only)) is not None:
+            self._qkv, self._between = self.parts.linear("qkv", *_qkv(layers[0]), None, bound), between
+        for layer in all_rows:
+            if self._between is None:
+                self._layers.append(_layer(self.parts, layer, bound))
             bound = Bound.of_norm(layer.output.LayerNorm)
         self._last = self._attend_tokens = None
         if first_only:
-            self._last = _last_layer(self.parts, few, layers[-1], bound)
+            self._last = _last_layer(self.parts, few, layers[-1], bound, has_kv=self._between is not None)
             self._attend_tokens = self.parts.token_attention(attention, self._head_dim)
         self._head = _head(model, device, PRECISIONS[precision])
 
@@ -398,21 +457,36 @@ class FusedModel:
         x = self._embed(ids, types, positions)
         if self._project is not None:
             x = self._project(x)
+        after = None
+        if self._between is not None:
+            after = self._qkv(x)
+            for between in self._between:
+                found = self._attended(after, bounds, longest)
+                del after  # whose memory what is wide within a layer can take
+                x, after = between(found, x)
         for layer in self._layers:
-            q, k, v = self._by_head(layer.qkv(x), 3)
-            found = self._attend(q, k, v, bounds, bounds, longest, longest, self._head_dim**-0.5)
-            del q, k, v  # whose memory the wide activations below can take
-            x = layer.out(found.flatten(1), x)
+            found = self._attended(layer.qkv(x), bounds, longest)
+            x = layer.out(found, x)
             del found
             x = layer.down(layer.up(x), x)
         if self._last is not None:
-            x = self._first_tokens(self._last, x, bounds, first, longest)
+            x = self._first_tokens(self._last, x, after, bounds, first, longest)
         return x if self._head is None else self._head(x)
 
+    def _attended(self, qkv: torch.Tensor, bounds: torch.Tensor, longest: int) -> torch.Tensor:
+        q, k, v = self._by_head(qkv, 3)
+        return self._attend(q, k, v, bounds, bounds, longest, longest, self._head_dim**-0.5).flatten(1)
+
     def _first_tokens(
-        self, layer: _LastLayer, x: torch.Tensor, bounds: torch.Tensor, first: torch.Tensor, longest: int
+        self,
+        layer: _LastLayer,
+        x: torch.Tensor,
+        kv: torch.Tensor | None,
+        bounds: torch.Tensor,
+        first: torch.Tensor,
+        longest: int,
     ) -> torch.Tensor:
-        k, v = self._by_head(layer.kv(x), 2)
+        k, v = self._by_head(layer.kv(x) if kv is None else kv, 2)
         x = x.index_select(0, first)
         (q,) = self._by_head(layer.q(x), 1)
         found = self._attend_tokens(q, k, v, bounds, longest, self._head_dim**-0.5)
@@ -448,14 +522,35 @@ def refusal(model: torch.nn.Module) -> str | None:
 
 
 def _layer(parts: Parts, layer: torch.nn.Module, bound: Bound) -> _Layer:
-    attention = layer.attention.self
-    weights = _stacked(attention.query, attention.key, attention.value)
-    return _Layer(parts.linear("qkv", *weights, None, bound), *_after_attention(parts, layer, bound))
+    return _Layer(parts.linear("qkv", *_qkv(layer), None, bound), *_after_attention(parts, layer, bound))
 
 
-def _last_layer(parts: Parts, few: Parts, layer: torch.nn.Module, bound: Bound) -> _LastLayer:
+def _qkv(layer: torch.nn.Module) -> Weights:
     attention = layer.attention.self
-    kv = parts.linear("kv", *_stacked(attention.key, attention.value), None, bound)
+    return _stacked(attention.query, attention.key, attention.value)
+
+
+def _kv(layer: torch.nn.Module) -> Weights:
+    return _stacked(layer.attention.self.key, layer.attention.self.value)
+
+
+def _between(parts: Parts, layers: list[torch.nn.Module], first_only: bool) -> list[Between] | None:
+    """From each attention over all rows to the product in front of the next; None where ``parts`` does not do it."""
+    made = []
+    for number, layer in enumerate(layers[:-1] if first_only else layers):
+        is_last = number + 1 == len(layers)
+        is_next_last = first_only and number + 2 == len(layers)
+        following = None if is_last else _kv(layers[-1]) if is_next_last else _qkv(layers[number + 1])
+        between = parts.between(layer, following)
+        if between is None:
+            return None
+        made.append(between)
+    return made or None
+
+
+def _last_layer(parts: Parts, few: Parts, layer: torch.nn.Module, bound: Bound, *, has_kv: bool) -> _LastLayer:
+    attention = layer.attention.self
+    kv = None if has_kv else parts.linear("kv", *_kv(layer), None, bound)
     q = few.linear("q", attention.query.weight, attention.query.bias, None, bound)
     return _LastLayer(kv, q, *_after_attention(few, layer, bound))
 
@@ -485,7 +580,7 @@ def _activation(module: Any) -> Activation:
     return module
 
 
-def _stacked(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+def _stacked(*linears: torch.nn.Linear) -> Weights:
     with torch.no_grad():
         return torch.cat([linear.weight for linear in linears]), torch.cat([linear.bias for linear in linears])
 

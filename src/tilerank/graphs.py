@@ -58,7 +58,7 @@ class GraphCache:
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = torch.cuda.graph_pool_handle()
-        self._idle = torch.cuda.Event()  # recorded behind the last replay, on whichever stream made it
+        self._stream: torch.cuda.Stream | None = None  # of the last replay
         largest = packing.size_of(_rounded(most_tokens + 1), MOST_SEQUENCES)
         self._input = torch.zeros(largest, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device)
@@ -71,24 +71,33 @@ class GraphCache:
             return None
         return _rounded(tokens + 1), max(8, 1 << (sequences - 1).bit_length())
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
-        """The body's result for a batch; one that was filled up to its bucket is replayed."""
+    def run(self, batch: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The body's result for a batch; one that was filled up to its bucket is replayed.
+
+        The batch may be in pinned memory and goes from there to where the graphs read it. The result's first rows go
+        into ``out`` where that is given, which may be in pinned memory too: the copy is enqueued, not waited for.
+        """
         key = (batch.tokens, batch.sequences)
         if batch.longest > self._longest or self.bucket(batch.used_tokens, batch.used_sequences) != key:
             with self._lock:
                 self._eager += 1
-            return self._body(batch.parts(), batch.longest)
-        with self._lock, torch.cuda.device(self._device):
+            batch = replace(batch, values=batch.values.to(self._device, non_blocking=True))
+            result = self._body(batch.parts(), batch.longest)
+            return result if out is None else out.copy_(result[: len(out)], non_blocking=True)
+        with self._lock:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._idle)
-            self._input[: len(batch.values)].copy_(batch.values)
+            last, self._stream = self._stream, stream
+            # On one stream replays are in order by themselves. (A stream calls itself equal to None and unequal to it.)
+            if last is not None and last != stream:
+                stream.wait_stream(last)
+            self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
             graph.graph.replay()
-            result = graph.result.clone()
-            self._idle.record(stream)
+            result = graph.result
+            result = result.clone() if out is None else out.copy_(result[: len(out)], non_blocking=True)
             self._replays += 1
             self._tokens += batch.tokens
             self._padding += batch.tokens - batch.used_tokens
@@ -102,6 +111,10 @@ class GraphCache:
             )
 
     def _capture(self, batch: PackedBatch) -> _Graph:
+        with torch.cuda.device(self._device):
+            return self._captured(batch)
+
+    def _captured(self, batch: PackedBatch) -> _Graph:
         parts = replace(batch, values=self._input).parts()
         # Libraries choose and load their kernels on the first call, which a capture must not see.
         current = torch.cuda.current_stream(self._device)

@@ -72,7 +72,7 @@ PATHS = (
     ),
     HostPath(
         "overlapped",
-        "A call's pairs in three pieces: the GPU works on one while the host tokenises the next.",
+        "A call's pairs in pieces: the GPU works on one while the host tokenises the next.",
         "H200, fp16: 4.4 ms, from 6. The host takes 3.4 ms in all and the GPU 2.6, a third of which comes after the "
         "host's last piece; more pieces cost a round of launches each, fewer leave more of either's time uncovered.",
         devices=("cuda",),

@@ -73,26 +73,23 @@ def fill(
     none: it stands for their first.
     """
     total, sequences = shape
-    lengths = tokens.lengths[rows]
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    used = int(bounds[-1])
-    if total < used + (sequences > len(rows)):
-        raise ValueError(f"{used} tokens in {len(rows)} sequences do not fit {total} tokens in {sequences}")
-    starts = (np.cumsum(tokens.lengths) - tokens.lengths)[rows]
-    positions = np.arange(used, dtype=np.int32) - np.repeat(bounds[:-1].astype(np.int32), lengths)
-    source: slice | np.ndarray
-    if np.array_equal(starts, bounds[:-1] + starts[0]):  # they lie there as they are to lie here
-        source = slice(starts[0], starts[0] + used)
-    else:
-        source = positions + np.repeat(starts, lengths)
-    values[:] = 0
-    ids, types, places = values[: 3 * total].reshape(3, total)
-    ids[:used] = tokens.ids[source]
-    if with_types:
-        types[:used] = tokens.type_ids[source]
-    places[:used] = positions + np.int32(positions_from)
+    number = len(rows)
+    is_all = number == len(tokens.lengths) and bool((rows[1:] > rows[:-1]).all())  # they lie there as they will here
+    lengths = tokens.lengths if is_all else tokens.lengths[rows]
+    used = int(lengths.sum())
+    if total < used + (sequences > number):
+        raise ValueError(f"{used} tokens in {number} sequences do not fit {total} tokens in {sequences}")
     ends, first = values[3 * total : -sequences], values[-sequences:]
-    ends[: len(bounds)] = bounds
-    ends[len(bounds) :] = used
-    first[:] = total - 1
-    first[: len(rows)] = bounds[:-1]
+    ends[0], ends[number + 1 :] = 0, used
+    np.cumsum(lengths, out=ends[1 : number + 1])
+    first[:number], first[number:] = ends[:number], total - 1
+    positions = np.arange(positions_from, positions_from + used, dtype=np.int32)
+    positions -= first[:number].repeat(lengths)
+    source: slice | np.ndarray = slice(None)
+    if not is_all:
+        source = positions + ((np.cumsum(tokens.lengths) - tokens.lengths)[rows] - positions_from).repeat(lengths)
+    ids, types, places = every = values[: 3 * total].reshape(3, total)
+    ids[:used] = tokens.ids[source]
+    types[:used] = tokens.type_ids[source] if with_types else 0
+    places[:used] = positions
+    every[:, used:] = 0

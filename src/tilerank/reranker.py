@@ -31,7 +31,7 @@ from tilerank.tokenization import Tokens, load_tokenizer
 
 _CHUNK = 4096  # pairs in memory as tokens at a time: bounds it, long enough that sorting by length pays
 _PIECE = 1024  # pairs tokenised at a time for a GPU, which works on them while the host tokenises the next
-_OVERLAPPED = 3  # pieces of a call: the GPU starts after the first third, and the host waits for the last one only
+_OVERLAPPED = 2  # pieces of a call: the GPU starts after the first half, and the host waits for the second only
 _SMALLEST_PIECE = 12  # pairs below which another round of launches costs more than it hides
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -251,18 +251,14 @@ class Reranker:
             if batch_size < 1:
                 raise ValueError(f"batch_size is {batch_size}; allowed: 1 and above, or None")
         checked = [_pair(pair, index) for index, pair in enumerate(_items(pairs, "pairs"))]
-        hidden = None if show_progress_bar else True  # None: shown on a terminal only
-        with (
-            arithmetic(self.precision, self.device),
-            tqdm(total=len(checked), desc="rerank", unit="pair", disable=hidden) as bar,
-        ):
+        with arithmetic(self.precision, self.device), _progress(len(checked), show_progress_bar) as done_by_now:
             found, cut = [np.zeros(0, np.float32)], [np.zeros(0, bool)]
             fetch = None
             for start in range(0, len(checked), _CHUNK):
                 chunk = checked[start : start + _CHUNK]
 
                 def report(done: float, start: int = start) -> None:
-                    bar.update(start + round(done) - bar.n)
+                    done_by_now(start + round(done))
 
                 scores, truncated = self._score_chunk(chunk, self._pieces(len(chunk)), batch_size, report)
                 cut.append(truncated)
@@ -312,7 +308,8 @@ class Reranker:
         if self.device.type == "cpu":
             return [pairs]
         count = -(-pairs // _PIECE)
-        if self.host_path.overlapped:
+        if self.host_path.overlapped and not self.host_path.fused:
+            # Half a call keeps the fused encoder for three quarters as long as a whole one: no piece hides that much.
             count = max(count, min(_OVERLAPPED, pairs // _SMALLEST_PIECE), 1)
         ends = [pairs * number // count for number in range(count + 1)]
         return [end - start for start, end in itertools.pairwise(ends)]
@@ -332,38 +329,64 @@ class Reranker:
         """
         step = mark or (lambda: None)
         is_pair = self.kind == "cross-encoder"
-        seen: dict[bytes, int] = {}
+        seen: dict[bytes, int] | None = {} if len(pieces) > 1 else None
+        logits = torch.empty(len(pairs), pin_memory=self.device.type == "cuda") if is_pair else None
         parts, order, places, cut = [], [], [], []
-        start = 0
+        start = known = 0
+        tokenise = self.tokenizer.start_pairs if is_pair else self.tokenizer.start_texts
+        begun: list[Callable[[], Tokens]] = []
         for size in pieces:
-            queries, passages = zip(*pairs[start : start + size], strict=True)
-            tokens = self.tokenizer.pairs(queries, passages) if is_pair else self.tokenizer.texts(queries, passages)
+            begun.append(tokenise(*zip(*pairs[start : start + size], strict=True)))
+            start += size
+        start = 0
+        for size, finish in zip(pieces, begun, strict=True):
+            tokens = finish()
             step()
-            known = len(seen)
             distinct, inverse = tokens.distinct(seen)
             plan = self.encoder.plan(tokens.lengths[distinct], batch_size)
-            batches = self.encoder.upload(tokens, [distinct[rows] for rows in plan])
+            batches = self.encoder.stage(tokens, [distinct[rows] for rows in plan])
             if mark is not None:
                 batches = list(batches)
             step()
             done = 0
             for rows, batch in zip(plan, batches, strict=True):
-                parts.append(self.encoder.forward(batch))
+                out = None if logits is None else logits[known + done : known + done + len(rows)]
+                parts.append(self.encoder.forward(batch, out))
                 order.append(rows + known)
                 done += len(rows)
                 report(start + size * done / len(distinct))
+            known += len(distinct)
             places.append(inverse.reshape(-1, size))  # of a bi-encoder: its queries, then its passages
             cut.append(tokens.truncated[-size:])
             start += size
-        found = torch.cat(parts)
+        wait = _waits_for(self.device) if is_pair else None
         where = np.argsort(np.concatenate(order), kind="stable")[np.concatenate(places, axis=1)]
         step()
         truncated = np.concatenate(cut)
-        if is_pair:
-            fetch = _fetched_later(found)
-            return lambda: fetch()[where[0]], truncated
-        first, second = torch.nn.functional.normalize(found, dim=-1)[_pinned(torch.from_numpy(where), self.device)]
+        if logits is not None:
+
+            def fetch() -> np.ndarray:
+                wait()
+                return logits.numpy()[where[0]]
+
+            return fetch, truncated
+        found = torch.nn.functional.normalize(torch.cat(parts), dim=-1)
+        first, second = found[_pinned(torch.from_numpy(where), self.device)]
         return _fetched_later((first * second).sum(-1)), truncated
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], object]]:
+    with tqdm(total=total, desc="rerank", unit="pair", disable=None) as bar:  # None: shown on a terminal only
+        yield lambda done: bar.update(done - bar.n)
+
+
+_NO_BAR: contextlib.nullcontext[Callable[[int], object]] = contextlib.nullcontext(lambda done: None)
+
+
+def _progress(total: int, is_shown: bool) -> contextlib.AbstractContextManager[Callable[[int], object]]:
+    """Gives a function that is told how many of ``total`` pairs are done."""
+    return _bar(total) if is_shown else _NO_BAR  # a bar that is not shown takes 10 us all the same
 
 
 def _pinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -377,14 +400,22 @@ def _fetched_later(values: torch.Tensor) -> Callable[[], np.ndarray]:
         return values.numpy
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(values.device))
+    wait = _waits_for(values.device)
 
     def fetch() -> np.ndarray:
-        copied.synchronize()
+        wait()
         return host.numpy()
 
     return fetch
+
+
+def _waits_for(device: torch.device) -> Callable[[], None]:
+    """A function that waits until ``device`` has done what this thread has enqueued by now."""
+    if device.type != "cuda":
+        return lambda: None
+    reached = torch.cuda.Event()
+    reached.record(torch.cuda.current_stream(device))
+    return reached.synchronize
 
 
 def _ranking(
@@ -466,7 +497,7 @@ def _pair(pair: Any, index: int) -> tuple[str, str]:
 
 def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
     """``[n]`` -> ``[n]`` float32. The activation gets ``[n, 1]``, as sentence-transformers gives it, and a copy."""
-    values = activation(torch.tensor(logits)[:, None])
+    values = activation(torch.from_numpy(logits.copy())[:, None])
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((len(logits), 1), (len(logits),)):
         raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")

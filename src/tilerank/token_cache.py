@@ -25,6 +25,8 @@ from tilerank.errors import TilerankError
 _HEADER = struct.Struct("<8s32sQQQ")  # magic, tokenizer's sha256, texts, ids, crc32 of digests and ends
 _MAGIC = b"TRTOKEN1"
 _BATCH = 1024
+_REMEMBERED = 1 << 24
+"""Characters of the texts that a cache remembers, of some 10,000 passages."""
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
@@ -41,6 +43,9 @@ class IndexReport:
 
 class TokenCache:
     """The file ``path``, read in place. ``tokenizer`` is the digest of the tokenizer that it belongs to.
+
+    Texts that were found are remembered, `_REMEMBERED` characters of them: the next time the text itself finds its ids,
+    which takes a twentieth of a digest's time where the caller hands in the same string. Safe for several threads.
 
     Raises `TilerankError` for a file that is missing, of another kind, or not whole.
     """
@@ -62,6 +67,8 @@ class TokenCache:
         self.tokenizer = tokenizer.hex()
         self._high, self._low, self._ends = data[start : start + 24 * texts].view("<u8").reshape(3, texts)
         self._ids = data[start + 24 * texts :].view("<i4")
+        self._remembered: dict[str, np.ndarray] = {}
+        self._characters = 0  # of these texts, or some more where threads added to it at once
 
     def __len__(self) -> int:
         """Texts in the file."""
@@ -69,6 +76,23 @@ class TokenCache:
 
     def find(self, texts: Sequence[str]) -> list[np.ndarray | None]:
         """Token ids of each text, int32, or None for one that the file does not have."""
+        known = self._remembered
+        found = [known.get(text) for text in texts]
+        new = [row for row, ids in enumerate(found) if ids is None]
+        if new:
+            for row, ids in zip(new, self._look_up([texts[row] for row in new]), strict=True):
+                found[row] = ids
+                if ids is not None:
+                    self._remember(texts[row], ids)
+        return found
+
+    def _remember(self, text: str, ids: np.ndarray) -> None:
+        if self._characters > _REMEMBERED:
+            self._remembered, self._characters = {}, 0
+        self._remembered[text] = ids
+        self._characters += len(text)
+
+    def _look_up(self, texts: Sequence[str]) -> list[np.ndarray | None]:
         keys = _digests(texts)
         places = np.searchsorted(self._high, keys[:, 0])
         return [self._at(int(place), high, low) for place, (high, low) in zip(places, keys, strict=True)]

@@ -11,12 +11,13 @@ gives the query's length. Both rules give the same tokens as long as the query h
 from __future__ import annotations
 
 import hashlib
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+_TAIL = 32  # tokens at the end of a sequence, most often enough to tell it from others
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+
+
+Begin: TypeAlias = Callable[[Sequence[str]], Callable[[], list[np.ndarray]]]
+"""Texts -> a function that gives their ids, maybe begun by other threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +53,41 @@ class Tokens:
         ``seen`` has the places of sequences of earlier calls, which are not distinct any more, and gets the new ones:
         places go on counting.
         """
-        places = {} if seen is None else seen
-        ids, types = self.ids.tobytes(), self.type_ids.tobytes()
+        if seen is None:
+            return self._distinct_alone()
         rows, inverse = [], []
-        start = 0
-        for row, end in enumerate((np.cumsum(self.lengths) * self.ids.itemsize).tolist()):
-            number = len(places)
-            place = places.setdefault(ids[start:end] + types[start:end], number)
+        for row, key in enumerate(self._keys(range(len(self.lengths)))):
+            number = len(seen)
+            place = seen.setdefault(key, number)
             if place == number:
                 rows.append(row)
             inverse.append(place)
-            start = end
         return np.array(rows, dtype=np.int64), np.array(inverse, dtype=np.int64)
+
+    def _distinct_alone(self) -> tuple[np.ndarray, np.ndarray]:
+        """`distinct` without earlier calls: only sequences of one length that end alike are compared as a whole."""
+        everyone = np.arange(len(self.lengths))
+        lengths, ends = self.lengths.tolist(), np.cumsum(self.lengths).tolist()
+
+        def tail(row: int) -> bytes:
+            return self.ids[ends[row] - min(lengths[row], _TAIL) : ends[row]].tobytes()
+
+        alike = _alike(_alike(range(len(ends)), lengths.__getitem__), tail)
+        found: dict[bytes, int] = {}
+        earlier = [found.setdefault(key, row) for row, key in zip(alike, self._keys(alike), strict=True)]
+        if earlier == alike:  # nearly always
+            return everyone, everyone
+        first = everyone.copy()  # the first row that is equal to this one
+        first[alike] = earlier
+        is_first = first == everyone
+        return np.flatnonzero(is_first), (np.cumsum(is_first) - 1)[first]
+
+    def _keys(self, rows: Sequence[int]) -> Iterator[bytes]:
+        """What tells the sequences ``rows`` from others."""
+        ends = np.cumsum(self.lengths).tolist() if rows else []
+        for row in rows:
+            span = slice(ends[row - 1] if row else 0, ends[row])
+            yield self.ids[span].tobytes() + self.type_ids[span].tobytes()
 
     def padded(self, rows: np.ndarray, pad_id: int) -> np.ndarray:
         """The sequences ``rows``, at least one, as ``[3, len(rows), longest]`` int64: ids, type ids, mask."""
@@ -75,6 +104,14 @@ class Tokens:
         return batch
 
 
+def _alike(rows: Iterable[int], tell: Callable[[int], Hashable]) -> list[int]:
+    """Those of ``rows`` that share what ``tell`` says of them."""
+    groups: dict[Hashable, list[int]] = {}
+    for row in rows:
+        groups.setdefault(tell(row), []).append(row)
+    return [row for group in groups.values() if len(group) > 1 for row in group]
+
+
 class TextTokenizer:
     """A `tokenizers.Tokenizer` with this project's truncation (see the module's docstring).
 
@@ -84,8 +121,7 @@ class TextTokenizer:
     ``fast`` takes ``tokie`` for vocabularies that it serves (see `tilerank.fast_tokens`): the same ids, sooner.
     Raises ValueError when ``max_length`` leaves no room for one token of each.
 
-    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why; ``encode`` gives the ids of texts,
-    uncut and without special tokens.
+    ``engine`` is what encodes, "tokie" or "tokenizers", and ``engine_reason`` why.
     """
 
     def __init__(
@@ -110,8 +146,12 @@ class TextTokenizer:
         if max_length < shortest:
             what = "a pair of one token each" if texts == 2 else "a text of one token"
             raise ValueError(f"max_length is {max_length}; {what} takes {shortest}")
-        self.engine, self.engine_reason, self.encode = _engine(backend, fast)
+        self.engine, self.engine_reason, self._begin = _engine(backend, fast)
         self._cache: TokenCache | None = None
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, int32, uncut and without special tokens."""
+        return self._begin(texts)()
 
     @property
     def digest(self) -> str:
@@ -129,54 +169,74 @@ class TextTokenizer:
 
     def pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode ``queries[i]`` with ``passages[i]``; warns about each query that had to be cut."""
-        encoded = self._encode([*queries, *passages])
+        return self.start_pairs(queries, passages)()
+
+    def start_pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
+        """`pairs`, begun by other threads; the function that is returned does the rest and waits for them."""
+        encoded = self._start([*queries, *passages])
+        return lambda: self._pairs(queries, passages, encoded())
+
+    def _pairs(self, queries: Sequence[str], passages: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
         query_ids, passage_ids = [encoded[text] for text in queries], [encoded[text] for text in passages]
         query_counts, passage_counts = _counts(query_ids), _counts(passage_ids)
         room = self.max_length - self._two.specials
         query_kept, passage_kept = _share(query_counts, passage_counts, room)
-        for query, count in {q: n for q, n, k in zip(queries, query_counts, query_kept, strict=True) if k < n}.items():
+        if query_kept is query_counts and passage_kept is passage_counts:
+            return self._two.assemble([query_ids, passage_ids], [query_kept, passage_kept], passage_counts < 0)
+        is_cut = query_kept < query_counts
+        for query, count in {queries[row]: query_counts[row] for row in np.flatnonzero(is_cut)}.items():
             _warn_about_query(query, count, f"{room - 1}, which would leave one token for the passage")
-        kept = [self._cut(query_ids, query_kept), self._cut(passage_ids, passage_kept)]
-        return self._two.assemble(kept, passage_kept < passage_counts)
+        kept = [self._cut(query_ids, query_counts, query_kept), self._cut(passage_ids, passage_counts, passage_kept)]
+        return self._two.assemble(kept, [query_kept, passage_kept], passage_kept < passage_counts)
 
     def texts(self, queries: Sequence[str], passages: Sequence[str]) -> Tokens:
         """Encode each text by itself, the queries first; warns about each query that had to be cut."""
+        return self.start_texts(queries, passages)()
+
+    def start_texts(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
+        """`texts`, begun by other threads; the function that is returned does the rest and waits for them."""
         texts = [*queries, *passages]
-        encoded = self._encode(texts)
+        encoded = self._start(texts)
+        return lambda: self._texts(queries, texts, encoded())
+
+    def _texts(self, queries: Sequence[str], texts: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
         ids = [encoded[text] for text in texts]
         counts = _counts(ids)
         room = self.max_length - self._one.specials
         kept = np.minimum(counts, room)
         for query, count in {q: n for q, n in zip(queries, counts, strict=False) if n > room}.items():
             _warn_about_query(query, count, str(room))
-        return self._one.assemble([self._cut(ids, kept)], kept < counts)
+        return self._one.assemble([self._cut(ids, counts, kept)], [kept], kept < counts)
 
-    def _encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """Token ids of each distinct text, without special tokens."""
-        distinct = list(dict.fromkeys(texts))
-        if self._cache is None:
-            return dict(zip(distinct, self.encode(distinct), strict=True))
-        known = dict(zip(distinct, self._cache.find(distinct), strict=True))
-        missing = [text for text, ids in known.items() if ids is None]
-        return {**known, **dict(zip(missing, self.encode(missing), strict=True))}
+    def _start(self, texts: Sequence[str]) -> Callable[[], dict[str, np.ndarray]]:
+        """Begin with the token ids of each distinct text, without special tokens."""
+        known: dict[str, np.ndarray] = {}
+        missing = list(dict.fromkeys(texts))
+        if self._cache is not None:
+            found = zip(missing, self._cache.find(missing), strict=True)
+            known = {text: ids for text, ids in found if ids is not None}
+            missing = [text for text in missing if text not in known]
+        encode = self._begin(missing)
+        return lambda: {**known, **dict(zip(missing, encode(), strict=True))}
 
-    def _cut(self, ids: list[np.ndarray], kept: np.ndarray) -> list[np.ndarray]:
-        if self._cut_from == "left":
-            return [row[len(row) - count :] for row, count in zip(ids, kept, strict=True)]
-        return [row[:count] for row, count in zip(ids, kept, strict=True)]
+    def _cut(self, ids: list[np.ndarray], counts: np.ndarray, kept: np.ndarray) -> list[np.ndarray]:
+        cut = list(ids)
+        for row in np.flatnonzero(kept < counts):
+            cut[row] = ids[row][counts[row] - kept[row] :] if self._cut_from == "left" else ids[row][: kept[row]]
+        return cut
 
 
-def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Callable[[Sequence[str]], list[np.ndarray]]]:
+def _engine(backend: Tokenizer, fast: bool) -> tuple[str, str, Begin]:
     """Name, reason and function of what encodes."""
     reason = "asked for"
     if fast:
         try:
-            return "tokie", "it serves this vocabulary", FastEncoder(backend).encode
+            return "tokie", "it serves this vocabulary", FastEncoder(backend).start
         except ImportError:
             reason = "tokie is not installed"
         except (ValueError, OSError) as error:
             reason = str(error)
-    return "tokenizers", reason, partial(encode_with_tokenizers, backend)
+    return "tokenizers", reason, lambda texts: partial(encode_with_tokenizers, backend, texts)
 
 
 def load_tokenizer(path: Path, max_length: int, *, texts: int = 2, fast: bool = True) -> TextTokenizer:
@@ -213,8 +273,7 @@ class _Template:
     """Special tokens around one text or two, learned from what the tokenizer's post-processor does to a sample."""
 
     gaps: tuple[np.ndarray, ...]  # ids before, between and after the texts
-    gap_types: tuple[np.ndarray, ...]
-    text_types: tuple[int, ...]
+    runs: tuple[_Run, ...]  # of equal type ids
 
     @property
     def specials(self) -> int:
@@ -230,43 +289,54 @@ class _Template:
             raise TilerankError(f"the tokenizer does not put {texts} text(s) between special tokens: {sample.tokens}")
         edges = [0, *(edge for span in spans for edge in (span[0], span[-1] + 1)), len(owner)]
         gaps = [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        return _Template(
-            tuple(ids[gap] for gap in gaps),
-            tuple(types[gap] for gap in gaps),
-            tuple(int(types[span[0]]) for span in spans),
-        )
+        pieces = [[(int(kind), 1, ()) for kind in types[gap]] for gap in gaps]
+        for number, span in enumerate(spans):
+            pieces[number].append((int(types[span[0]]), 0, (number,)))
+        runs: list[_Run] = []
+        for kind, specials, texts_in in itertools.chain(*pieces):
+            if runs and runs[-1].kind == kind:
+                specials, texts_in = runs[-1].specials + specials, runs[-1].texts + texts_in
+                runs.pop()
+            runs.append(_Run(kind, specials, texts_in))
+        return _Template(tuple(ids[gap] for gap in gaps), tuple(runs))
 
-    def assemble(self, texts: list[list[np.ndarray]], truncated: np.ndarray) -> Tokens:
-        """``texts[k][i]`` is the k-th text of sequence i, already cut."""
+    def assemble(self, texts: list[list[np.ndarray]], counts: list[np.ndarray], truncated: np.ndarray) -> Tokens:
+        """``texts[k][i]`` is the k-th text of sequence i, already cut, and ``counts[k][i]`` its length."""
         number = len(truncated)
-        # The ids, and how long a run of which type: of one special token, or of a text.
-        ids: list[list[np.ndarray]] = []
-        kinds: list[int] = []
-        runs: list[np.ndarray] = []
-        for k, (gap, gap_types) in enumerate(zip(self.gaps, self.gap_types, strict=True)):
-            ids.append([gap] * number)
-            kinds += gap_types.tolist()
-            runs += [np.ones(number, dtype=np.int64)] * len(gap)
-            if k < len(texts):
-                ids.append(texts[k])
-                kinds.append(self.text_types[k])
-                runs.append(_counts(texts[k]))
-        counts = np.stack(runs, axis=1)
-        parts = [part for row in zip(*ids, strict=True) for part in row]
-        return Tokens(
-            np.concatenate(parts or [np.zeros(0, dtype=np.int32)]),
-            np.repeat(np.tile(np.array(kinds, dtype=np.int32), number), counts.reshape(-1)),
-            counts.sum(1),
-            truncated,
-        )
+        width = len(self.gaps) + len(texts)
+        parts = [self.gaps[0]] * (width * number + 1)  # one more, so that there is something to join
+        parts[-1] = self.gaps[0][:0]
+        for k, gap in enumerate(self.gaps):
+            parts[2 * k : -1 : width] = [gap] * number
+        for k, rows in enumerate(texts):
+            parts[2 * k + 1 : -1 : width] = rows
+        lengths = np.empty((number, len(self.runs)), dtype=np.int64)
+        for k, run in enumerate(self.runs):
+            lengths[:, k] = run.specials
+            for text in run.texts:
+                lengths[:, k] += counts[text]
+        kinds = np.array([run.kind for run in self.runs] * number, dtype=np.int32)
+        return Tokens(np.concatenate(parts), kinds.repeat(lengths.reshape(-1)), lengths.sum(1), truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of tokens with one type id."""
+
+    kind: int
+    specials: int  # special tokens in it
+    texts: tuple[int, ...]  # and which texts
 
 
 def _counts(ids: list[np.ndarray]) -> np.ndarray:
-    return np.array([len(row) for row in ids], dtype=np.int64)
+    return np.fromiter(map(len, ids), np.int64, len(ids))
 
 
 def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring."""
+    """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring. The arrays
+    themselves where all are."""
+    if queries.max(initial=0) + passages.max(initial=0) <= room and queries.max(initial=0) < room:
+        return queries, passages
     query_fits = queries < room
     if query_fits.all():  # nearly always
         return queries, np.minimum(passages, room - queries)

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ import keras
 import tensorflow as tf
 
 import tilerank.tf
+from stages import wheel
 from tilerank.bench import tf_process
+from tilerank.bench.driver_calls import DriverCalls
 from tilerank.errors import TilerankError
 from tilerank.kernels import build, registry, tf_build, tf_ops
 from tilerank.tf import FusedAttentionLayer, attention, fused_attention
@@ -172,6 +175,20 @@ def test_operations_that_came_with_the_package_need_no_compiler(
         tf_build.build_operations(other)
 
 
+def test_a_wheel_carries_the_operations(tmp_path: Path) -> None:
+    """What `make wheel` puts into it is what an installed wheel finds, without a compiler."""
+    wheel.copy_sources(tmp_path)
+    carried = wheel.add_operations(Path(sys.executable), tmp_path)
+    assert carried.parent == tmp_path / "src" / "tilerank" / "_lib"
+    code = "from tilerank.kernels import tf_build, tf_ops; print(tf_build.build_operations(tf_ops.installed()))"
+    installed = environment() | {"PATH": str(tmp_path / "nothing")}
+    installed["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "src"), installed["PYTHONPATH"]])
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, env=installed
+    )
+    assert answer.stdout == f"{carried}\n", answer.stderr
+
+
 def symbols(path: Path, *options: str) -> list[str]:
     nm = shutil.which("nm")
     if nm is None:
@@ -197,6 +214,19 @@ def test_another_tensorflow_is_refused_by_name() -> None:
         with pytest.raises(TilerankError, match=rf"TensorFlow is {re.escape(version)}; .*2\.21.*pip install"):
             tf_build.check_version(version)
     tf_build.check_version("2.21.1")
+
+
+def test_the_page_says_which_tensorflow_is_served_and_what_it_is_built_for(repository: Path) -> None:
+    text = (repository / "docs" / "bindings.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\|(\s*2\.\d.*)\|$", text, re.MULTILINE)]
+    (served,) = [row for row in rows if row[-1].startswith("served")]
+    assert served[0] == ".".join(map(str, tf_build.SERVED))
+    built = tf.sysconfig.get_build_info()
+    if built["is_cuda_build"]:
+        assert served[1] == f"CUDA {built['cuda_version'].rsplit('.', 1)[0]}, cuDNN {built['cudnn_version']}"
+    package = next(each for each in distributions() if each.name in ("tensorflow", "tensorflow_cpu", "tensorflow-cpu"))
+    (needed,) = [each for each in package.requires if each.startswith("keras")]
+    assert served[2] == f"{needed.removeprefix('keras>=').removesuffix('.0')} or newer"
 
 
 def test_what_is_no_kernel_library_is_refused(operations: Path, tmp_path: Path) -> None:
@@ -359,8 +389,10 @@ def test_xla_says_that_it_has_no_kernel() -> None:
 @pytest.mark.parametrize("variant", ["auto", "naive"])
 def test_a_cpu_is_told_instead_of_running_slowly(variant: str) -> None:
     q = draw(1, 1, 1, 3, 8)
+    # Where there is a GPU, auto has become the row that serves the call there before the operation runs.
+    asked = r"\w+" if variant == "auto" and tf.config.list_physical_devices("GPU") else variant
     message = (
-        f"TilerankAttention was asked for variant '{variant}' on a CPU, where tilerank has no kernels; put its inputs "
+        f"TilerankAttention was asked for variant '{asked}' on a CPU, where tilerank has no kernels; put its inputs "
         "on a GPU, or ask for variant 'reference'"
     )
     with pytest.raises(tf.errors.UnimplementedError, match=message):
@@ -368,7 +400,7 @@ def test_a_cpu_is_told_instead_of_running_slowly(variant: str) -> None:
     with pytest.raises(tf.errors.UnimplementedError, match=message):
         tf.function(lambda: attention(q, q, q, variant=variant))()
     with pytest.raises(tf.errors.UnimplementedError, match=r"TilerankFusedAttention was asked for .* on a CPU"):
-        fused_attention(**block_inputs(), num_heads=HEADS, head_dim=DIM)
+        fused_attention(**wide_inputs("float32", 3, 32), num_heads=HEADS, head_dim=32)
 
 
 BLOCK_REFUSALS = [
@@ -606,12 +638,21 @@ def test_the_package_gives_the_module_when_asked() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_way_of_calling_and_keras_own_block_compute_one_thing(precision: str) -> None:
     """Weights that differ in every place: one that went into the wrong one would show."""
-    case = tf_process.run_case((2, 5, 24), precision, Namespace(heads=3), on_gpu=False, calls=None)
+    case = tf_process.run_case((2, 5, 24), precision, Namespace(heads=3, without_stock=None), on_gpu=False, calls=None)
     assert list(case) == ["eager", "graph", "layer", "stock_eager", "stock_graph"]
     for way, seen in case.items():
         assert 0 < seen["max_abs_error"] < {"fp32": 2e-6, "fp16": 1e-2}[precision], way
         assert seen["device"].endswith("CPU:0"), way
         assert "seconds" not in seen, "a CPU is not timed"
+    alone = tf_process.run_case((2, 5, 24), precision, Namespace(heads=3, without_stock="why"), False, None)
+    assert [way for way, seen in alone.items() if "max_abs_error" in seen] == ["eager", "graph", "layer"]
+    assert alone["stock_eager"] == alone["stock_graph"] == {"unavailable": "why"}
+
+
+@pytest.mark.parametrize(("seconds", "queued"), [(1e-5, 50), (2e-3, 15), (1e-1, tf_process.FEWEST)])
+def test_slow_calls_are_queued_in_smaller_number(seconds: float, queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf_process, "seconds_of", lambda run, count: seconds)
+    assert tf_process.queue_of(lambda: tf.zeros(1), most=50) == queued
 
 
 # ---- On a GPU ----
@@ -675,6 +716,26 @@ def test_gpu_layer_follows_its_policy_and_survives_saving(tmp_path: Path) -> Non
     assert out.dtype == tf.float16
     np.testing.assert_array_equal(again(x), out)
     np.testing.assert_array_equal(model.predict(x, verbose=0), out)
+
+
+@on_gpu
+def test_gpu_call_copies_nothing_waits_for_nothing_and_launches_on_tensorflows_stream(tmp_path: Path) -> None:
+    inputs = wide_inputs("float16", 130, 32)
+    x = inputs["x"]
+    try:
+        calls = DriverCalls(tmp_path)
+    except TilerankError as error:
+        pytest.skip(str(error))
+    for _ in range(2):  # the first time kernels are loaded and memory is taken
+        fused_attention(**inputs, num_heads=HEADS, head_dim=32)
+        (x + x).numpy()
+    tensorflows = calls.of(lambda: (x + x).numpy())
+    assert any(name.startswith("cuMemcpyDtoH") for name in tensorflows.counts), "the counter sees copies"
+    seen = calls.of(lambda: fused_attention(**inputs, num_heads=HEADS, head_dim=32))
+    assert any("tilerank" in name for name in seen.kernels)
+    assert len(set(seen.streams)) == 1
+    assert set(seen.streams) == set(tensorflows.streams)
+    assert not [name for name in seen.counts if re.match(r"cuMem(cpy|Alloc|Host)|cu(Stream|Event|Ctx)Synch", name)]
 
 
 @on_gpu

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from tiny_models import write_tiny_bert
 
+from tilerank import packing
 from tilerank.bench import attention as bench
+from tilerank.bench.forward import seed_tokens
+from tilerank.bench.packed_library import CapturedLibrary
 from tilerank.bench.peers import DTYPES
 from tilerank.bench.timing import closure_faults
 from tilerank.bench.workloads import Workload, make_inputs
 from tilerank.kernels import library, registry
+from tilerank.reranker import load_model
 
 pytestmark = pytest.mark.gpu
 
@@ -52,3 +61,25 @@ def test_faults_are_seen(row, layout):
 
     assert any("allocates" in fault for fault in closure_faults(allocating, bench.kernel_pattern(row)))
     assert any("waits" in fault for fault in closure_faults(waiting, bench.kernel_pattern(row)))
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_the_captured_library_keeps_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_only: bool
+) -> None:
+    """Its first tokens, bounds and joined weights are nobody else's: freed, they would be overwritten here."""
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    model = load_model(write_tiny_bert(tmp_path / "m"), "cross-encoder", torch.float32, "sdpa").cuda()
+    tokens = seed_tokens(90, [9, 30, 4, 17])
+    shape = (60, 4)
+    values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
+    packing.fill(values.numpy(), tokens, np.arange(4), shape, with_types=True, positions_from=0)
+    batch = packing.PackedBatch(values.cuda(), *shape, *shape, 30)
+    captured = CapturedLibrary(model, batch, first_only=first_only)
+    expected = captured.run(batch).clone()
+    gc.collect()
+    held = [
+        torch.full((count,), 7, dtype=torch.int64, device="cuda") for count in (4, 60, 600, 6000) for _ in range(99)
+    ]
+    assert torch.equal(captured.run(batch), expected)
+    assert len(held) == 396

@@ -106,10 +106,16 @@ def test_linear_layers_normalised(dtype: str, in_place: bool, rows: int, depth: 
     check(found, whole, theirs, exact)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_chain_of_layers_that_overlap(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "plain", "norm"),
+    [
+        ("fp16", "resident_rows", "row_layernorm"),
+        ("fp32", "split_rows", "split_rows"),
+    ],
+)
+def test_a_chain_of_layers_that_overlap(dtype: str, plain: str, norm: str) -> None:
     """Each begins while the one before ends, and overwrites what that one reads."""
-    needs("linear", "split_rows" if dtype == "fp32" else "row_layernorm", dtype)
+    needs("linear", norm, dtype)
     rows, make = 20000, encoder_ops.split if dtype == "fp32" else encoder_ops.interleaved
     up, down = make(draw(1536, 384, seed=1, dtype=dtype, spread=0.05)), make(draw(384, 1536, seed=2, dtype=dtype))
     biases = draw(1536, seed=3, dtype=dtype), draw(384, seed=4, dtype=dtype)
@@ -125,10 +131,80 @@ def test_a_chain_of_layers_that_overlap(dtype: str) -> None:
                 encoder_ops.linear(wide, down, biases[1], out=x, **options)
                 x = functional.layer_norm(x, (384,))
             else:
-                encoder_ops.linear(x, up, biases[0], variant="resident_rows", gelu=True, overlap=overlap, out=wide)
+                encoder_ops.linear(x, up, biases[0], variant=plain, gelu=True, overlap=overlap, out=wide)
                 ends = (biases[1], x, gamma, beta, 1e-12)
-                encoder_ops.linear_norm(wide, down, *ends, variant="row_layernorm", overlap=overlap, out=x)
+                encoder_ops.linear_norm(wide, down, *ends, variant=norm, overlap=overlap, out=x)
         return x
+
+    expected = chain(overlap=False)
+    assert torch.isfinite(expected).all()
+    for _ in range(5):
+        torch.testing.assert_close(chain(overlap=True), expected, atol=0, rtol=0)
+
+
+def layer_weights(dtype: str, wide: int, following: int) -> encoder_ops.LayerWeights:
+    def linear(columns: int, depth: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return draw(columns, depth, seed=seed, dtype=dtype, spread=depth**-0.5), draw(
+            columns, seed=40 + seed, dtype=dtype
+        )
+
+    norms = tuple((draw(384, seed=20 + side, dtype=dtype), draw(384, seed=30 + side, dtype=dtype)) for side in (0, 1))
+    after = linear(following, 384, 4) if following else None
+    return encoder_ops.LayerWeights(
+        linear(384, 384, 1), linear(wide, 384, 2), linear(384, wide, 3), norms, after, epsilon=1e-12
+    )
+
+
+def layer_by_torch(
+    found: torch.Tensor, x: torch.Tensor, weights: encoder_ops.LayerWeights, to: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return functional.linear(x, pair[0].to(to), pair[1].to(to))
+
+    def norm(x: torch.Tensor, side: int) -> torch.Tensor:
+        gamma, beta = weights.norms[side]
+        return functional.layer_norm(x, (384,), gamma.to(to), beta.to(to), weights.epsilon)
+
+    x1 = norm(linear(found.to(to), weights.out) + x.to(to), 0)
+    out = norm(linear(functional.gelu(linear(x1, weights.up)), weights.down) + x1, 1)
+    return out, None if weights.next is None else linear(out, weights.next)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("wide", "following"), [(1536, 1152), (1536, 768), (1536, 0), (128, 64), (320, 128)])
+def test_from_attention_to_attention(dtype: str, wide: int, following: int) -> None:
+    needs("layer", "resident_tokens", dtype)
+    weights = layer_weights(dtype, wide, following)
+    alone: list[torch.Tensor] = []
+    for rows in [1, 127, 300, 6336, 9000, 10560, 12000, 16830, 17900, 19000, 24000]:
+        found, x = draw(rows, 384, seed=5, dtype=dtype), draw(rows, 384, seed=6, dtype=dtype)
+        found[0], x[0] = 0.5, 1.5
+        exact, theirs = (layer_by_torch(found, x, weights, to) for to in (torch.float64, DTYPES[dtype]))
+        held, whole = guarded(rows, 384, dtype)
+        held.copy_(x)
+        out, after = encoder_ops.layer(found, held, weights, variant="resident_tokens")
+        check(out, whole, theirs[0], exact[0])
+        if after is not None:
+            own = functional.linear(out.double(), weights.next[0].double(), weights.next[1].double())
+            limit = 2.0**-7 if dtype == "bf16" else 2.0**-10  # of the result's largest, rounded once
+            assert (after.double() - own).abs().max() <= limit * own.abs().max()
+        first = [out[0].clone(), *([] if after is None else [after[0].clone()])]
+        alone = alone or first
+        for ours, before in zip(first, alone, strict=True):
+            torch.testing.assert_close(ours, before, atol=0, rtol=0, msg=f"{rows} rows: another company, other bits")
+
+
+def test_layers_that_overlap() -> None:
+    """Each begins while the one before ends, in place, and gives what it gives alone."""
+    needs("layer", "resident_tokens", "fp16")
+    weights = layer_weights("fp16", 1536, 384)
+    start = draw(16800, 384, seed=7, dtype="fp16")
+
+    def chain(overlap: bool) -> torch.Tensor:
+        x, after = start.clone(), start
+        for _ in range(12):
+            x, after = encoder_ops.layer(after, x, weights, variant="resident_tokens", overlap=overlap)
+        return torch.cat([x, after])
 
     expected = chain(overlap=False)
     assert torch.isfinite(expected).all()

@@ -174,8 +174,10 @@ def test_pieces_for_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert [ours._pieces(count) for count in (1, 50, 1024)] == [[1], [50], [1024]]
     assert ours._pieces(2058) == [686, 686, 686]
     monkeypatch.setattr(ours, "host_path", host_path.find("overlapped"))
-    assert [ours._pieces(count) for count in (1, 23, 24, 50)] == [[1], [23], [12, 12], [16, 17, 17]]
-    assert [ours._pieces(count) for count in (3072, 4096)] == [[1024] * 3, [1024] * 4]
+    assert [ours._pieces(count) for count in (1, 23, 24, 51)] == [[1], [23], [12, 12], [25, 26]]
+    assert [ours._pieces(count) for count in (1024, 3072, 4096)] == [[512] * 2, [1024] * 3, [1024] * 4]
+    monkeypatch.setattr(ours, "host_path", host_path.find("fused"))
+    assert [ours._pieces(count) for count in (50, 1024, 2048)] == [[50], [1024], [1024] * 2]
 
 
 def test_rank_many_refuses_what_rank_refuses(folder: Path) -> None:

@@ -41,6 +41,19 @@ def cpu() -> Iterator[None]:
         yield
 
 
+def layer_weights(dtype: str, width: int, wide: int, following: int) -> encoder_ops.LayerWeights:
+    shapes = {"out": (width, width), "up": (wide, width), "down": (width, wide), "next": (following, width)}
+    made = {
+        name: (draw(*shape, seed=seed, dtype=dtype, spread=0.3), draw(shape[0], seed=seed + 10, dtype=dtype))
+        for seed, (name, shape) in enumerate(shapes.items())
+        if shape[0]
+    }
+    norms = tuple(
+        (draw(width, seed=20 + side, dtype=dtype), draw(width, seed=30 + side, dtype=dtype)) for side in (0, 1)
+    )
+    return encoder_ops.LayerWeights(made["out"], made["up"], made["down"], norms, made.get("next"), epsilon=1e-5)
+
+
 def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> None:
     error = (found.double() - expected).abs()
     assert torch.isfinite(found).all()
@@ -48,6 +61,41 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> Non
 
 
 # ---- The reference ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("following", [0, 5])
+def test_from_attention_to_attention(cpu: None, dtype: str, following: int) -> None:
+    weights = layer_weights(dtype, 12, 20, following)
+    found, x = draw(7, 12, seed=1, dtype=dtype), draw(7, 12, seed=2, dtype=dtype)
+
+    def linear(x: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return functional.linear(x.double(), pair[0].double(), pair[1].double())
+
+    def norm(x: torch.Tensor, side: int) -> torch.Tensor:
+        gamma, beta = weights.norms[side]
+        return functional.layer_norm(x, (12,), gamma.double(), beta.double(), weights.epsilon)
+
+    x1 = norm(linear(found, weights.out) + x.double(), 0).to(DTYPES[dtype])
+    wide = functional.gelu(linear(x1, weights.up)).to(DTYPES[dtype])
+    expected = norm(linear(wide, weights.down) + x1.double(), 1)
+    out, after = encoder_ops.layer(found, x, weights, variant="reference")
+    assert out.data_ptr() == x.data_ptr()
+    assert_close(out, expected, dtype)
+    assert (after is None) == (following == 0)
+    if after is not None and weights.next is not None:
+        assert_close(after, linear(expected.to(DTYPES[dtype]), weights.next), dtype)
+
+
+def test_layers_that_do_not_fit(cpu: None) -> None:
+    weights = layer_weights("fp32", 12, 20, 5)
+    x = draw(7, 12, seed=1)
+    with pytest.raises(ValueError, match="found has shape"):
+        encoder_ops.layer(x[:, :8], x, weights, variant="reference")
+    with pytest.raises(ValueError, match="up bias has shape"):
+        encoder_ops.layer(x, x, replace(weights, up=(weights.up[0], x[0])), variant="reference")
+    with pytest.raises(KernelError, match=r"epsilon is -1; it must be finite and 0 or more"):
+        encoder_ops.layer(x, x, replace(weights, epsilon=-1.0), variant="reference")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -82,13 +82,24 @@ def test_a_hundred_thousand_random_strings(encoder: FastEncoder, backend: Any) -
     assert differing(encoder, backend, asked + anything) == []
 
 
-@pytest.mark.parametrize("way", ["_in_turn", "_in_threads"])
+@pytest.mark.parametrize("way", ["encode", "_encode_mixed"])
 def test_every_way_gives_the_same_ids(encoder: FastEncoder, backend: Any, way: str) -> None:
     """A combining mark first, a special token inside, nothing at all: none of it may touch a neighbour's ids."""
-    odd = ["", " ", "\n", "\u0301cell", "the", "[PAD]", "[SEP]", "x[PAD]y", "[PA", "D]", "[", "]", "##s", "a" * 101]
-    texts = [*odd, *random_strings(5000, agreed_only=True, seed=3), *odd, "the cell " * 3000, "cell", "[PAD]" * 40]
+    odd = ["", " ", "\n", "\u0301cell", "the", "[PA", "D]", "[", "]", "##s", "a" * 101, "cell [", "[PAD"]
+    tokens = ["[PAD]", "[SEP]", "x[PAD]y", "[PAD]" * 40]
+    texts = [*odd, *random_strings(5000, agreed_only=True, seed=3), *odd, "the cell " * 1500, "cell"]
     assert sum(text == "" for text in texts) > 2
-    for batch in (texts, odd, [""], ["the"], ["", "the", ""], []):
+    for batch in (
+        texts,
+        texts + tokens,
+        odd,
+        odd + tokens,
+        ["the cell " * 3000, *odd],
+        [""],
+        ["the"],
+        ["", "the", ""],
+        [],
+    ):
         assert all(map(is_agreed, batch))
         found = getattr(encoder, way)(batch)
         assert len(found) == len(batch)
@@ -97,24 +108,48 @@ def test_every_way_gives_the_same_ids(encoder: FastEncoder, backend: Any, way: s
             assert ours.dtype == np.int32
 
 
-def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder) -> None:
-    lengths: list[int] = []
+class Counted:
+    """`tokie` that notes how long the texts are that it is asked for."""
 
-    class Counted:
-        def encode_batch_flat(self, texts: list[str], specials: bool) -> Any:
-            lengths.extend(map(len, texts))
-            return encoder._fast.encode_batch_flat(texts, specials)
+    def __init__(self, fast: Any) -> None:
+        self.fast = fast
+        self.lengths: list[int] = []
 
+    def encode_batch_flat(self, texts: list[str], specials: bool) -> Any:
+        self.lengths.extend(map(len, texts))
+        return self.fast.encode_batch_flat(texts, specials)
+
+
+def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = copy.copy(encoder)
-    counted._fast = Counted()
-    assert len(counted._in_turn(["the cell " * 200] * 40)) == 40
-    assert sum(lengths) >= 40 * 1800
-    assert len(lengths) == 5
-    assert max(lengths) < fast_tokens.LONGEST / 4 + 1800
+    counted._fast = fast = Counted(encoder._fast)
+    monkeypatch.setattr(fast_tokens, "threads", lambda: 4)
+    assert len(counted.encode(["the cell " * 200] * 36)) == 36
+    assert sum(fast.lengths) == 36 * (1800 + len("[PAD]"))
+    assert len(fast.lengths) == 4, "a call for each thread"
+    fast.lengths.clear()
+    assert len(counted.encode(["the cell " * 200] * 400)) == 400
+    assert max(fast.lengths) < fast_tokens.LONGEST / 4
+    fast.lengths.clear()
+    assert len(counted.encode(["the cell " * 200] * 36 + ["a\x7fb"])) == 37
+    assert fast.lengths[-36:] == [1800] * 36, "text by text where one is left to tokenizers"
+    fast.lengths.clear()
+    assert [len(row) for row in counted.encode(["the", "", "cell"])] == [1, 0, 1]
+    assert fast.lengths == [len("the[PAD][PAD]cell[PAD]")], "too little to be spread"
     counted._separator = None  # no special token is known to keep texts apart
-    lengths.clear()
-    assert [len(row) for row in counted._in_turn(["the", "", "cell"])] == [1, 0, 1]
-    assert lengths == [3, 0, 4]
+    fast.lengths.clear()
+    assert [len(row) for row in counted.encode(["the", "", "cell"])] == [1, 0, 1]
+    assert sorted(fast.lengths) == [0, 3, 4]
+
+
+def test_texts_that_are_agreed_on_together() -> None:
+    assert fast_tokens.are_agreed(["the", "", "Zürich 漢字", "a" * 9000])
+    for other in ("a\x7fb", "a\u0378b", "cell \ud83d", "é\x7f"):
+        assert not fast_tokens.are_agreed(["the", "Zürich", other, "cell"])
+        assert not is_agreed(other)
+    # Neither half of a surrogate pair is agreed on; side by side in two texts they are not one character either.
+    assert not fast_tokens.are_agreed(["\ud83d", "\ude00"])
+    assert not fast_tokens.are_agreed(["the", "a" * fast_tokens.LONGEST])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +186,7 @@ def test_long_texts(encoder: FastEncoder, backend: Any) -> None:
     assert differing(encoder, backend, [*long, *too_long, *long]) == []
     for text in long:
         assert differing(encoder, backend, [text]) == []
-    assert len(encoder._in_turn(["a" * above])[0]) > 1, "tokie serves longer texts by now: raise LONGEST"
+    assert len(encoder._ids("a" * above)) > 1, "tokie serves longer texts by now: raise LONGEST"
 
 
 def test_threads_may_encode_at_once(encoder: FastEncoder, backend: Any) -> None:
@@ -188,7 +223,7 @@ def test_every_passage_of_a_data_set(
 def test_characters_that_the_two_treat_otherwise_are_left_to_tokenizers(encoder: FastEncoder) -> None:
     """If this fails `tokie` and `tokenizers` agree on more than they did: the ranges may be widened."""
     assert not any(is_agreed(text) for text in ("a\x7fb", "a\u0378b", "\ue000", "cell \ud83d", "\U0010ffff"))
-    raw = [ids.tolist() for ids in encoder._in_turn(["a\x7fb", "a\u0378b"])]
+    raw = [encoder._ids(text).tolist() for text in ("a\x7fb", "a\u0378b")]
     exact = encode_with_tokenizers(encoder._backend, ["a\x7fb", "a\u0378b"])
     assert any(ours != theirs.tolist() for ours, theirs in zip(raw, exact, strict=True))
 

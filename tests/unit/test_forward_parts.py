@@ -5,6 +5,7 @@ import pytest
 from tilerank.bench.floors import Rates
 from tilerank.bench.forward_parts import (
     ATTENTION,
+    BETWEEN,
     DOWN,
     EMBEDDINGS,
     LAST,
@@ -16,6 +17,7 @@ from tilerank.bench.forward_parts import (
     exclusive,
     floors,
     label,
+    medians,
     parts_record,
 )
 from tilerank.bench.workloads import seed_workload
@@ -45,10 +47,23 @@ def test_kernels_by_their_order(rest: tuple[str, ...]) -> None:
     assert len(found) == len(kernels)
 
 
+def test_whole_layers() -> None:
+    layer = ("att::kernel", "layer")
+    kernels = ["words", "gemm", *layer, *layer, *layer, "gather", "q", "warp_keys::kernel", "gemm", "tanh"]
+    found = label(kernels, "att::")
+    assert found == (EMBEDDINGS, QKV, *(ATTENTION, BETWEEN) * 3, *[LAST] * 5)
+    sizes = Sizes(layers=6, width=384, wide=1536)
+    apart = floors(seed_workload(), sizes, "fp16", RATES)
+    least = floors(seed_workload(), sizes, "fp16", RATES, whole_layers=True)
+    assert tuple(least) == tuple(dict.fromkeys(found))
+    assert sum(least.values()) < sum(apart.values()), "what is wide need not move"
+    assert least[BETWEEN] == pytest.approx(16830 * 384 * 384 * (5 * 9 + 4 * 3 + 2) / 4e14)
+
+
 def test_another_order_is_refused() -> None:
     with pytest.raises(TilerankError, match="1 kernels are called 'att'"):
         label(["gemm", "att", "gemm"], "att")
-    with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 4, 5, 6, 7"):
+    with pytest.raises(TilerankError, match="3 kernels stand between two attentions; known: 1, 4, 5, 6, 7"):
         label(["gemm", "att", *"abc", "att", *"abcd", "att"], "att")
 
 
@@ -77,6 +92,15 @@ def test_time_that_two_kernels_share_counts_once() -> None:
     spans = [("b", 8.0, 15.0), ("a", 0.0, 10.0), ("c", 20.0, 21.0), ("d", 20.5, 20.75)]
     assert exclusive(spans) == [("a", 10.0), ("b", 5.0), ("c", 1.0), ("d", 0.0)]
     assert exclusive([]) == []
+
+
+def test_one_call_of_several() -> None:
+    calls = [("a", 1.0), ("b", 2.0), ("a", 9.0), ("b", 1.0), ("a", 2.0), ("b", 3.0)]
+    assert medians(calls, 3) == [("a", 2.0), ("b", 2.0)]
+    assert medians([], 3) == []
+    for other in (calls[:-1], [*calls[:-1], ("c", 3.0)]):
+        with pytest.raises(TilerankError, match="kernels in 3 calls: they are not the same in each"):
+            medians(other, 3)
 
 
 def test_floors() -> None:

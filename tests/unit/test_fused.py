@@ -70,6 +70,53 @@ def test_other_activations_are_the_models_own(activation: str) -> None:
     assert set(body.parts.used.values()) == {"torch"}
 
 
+class WholeLayers(TorchParts):
+    """Goes from attention to attention at once where ``count`` allows it, by torch's operations."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(torch.device("cpu"), "fp32")
+        self.left = count
+
+    def between(self, layer: torch.nn.Module, following: fused.Weights | None) -> fused.Between | None:
+        self.left -= 1
+        if self.left < 0:
+            return None
+
+        def go(found: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x = layer.output(layer.intermediate(first := layer.attention.output(found, x)), first)
+            return x, None if following is None else functional.linear(x, *following)
+
+        return go
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@torch.inference_mode()
+def test_whole_layers_at_once(first_only: bool, layers: int) -> None:
+    from transformers import BertConfig, BertModel
+
+    from tilerank.packed_attention import choose
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=90, initializer_range=0.5, **small)).eval()
+    attention = choose("sdpa", torch.device("cpu"), torch.float32, 16, 64)
+    ids, types = torch.randint(5, 90, (23,), dtype=torch.int32), torch.zeros(23, dtype=torch.int32)
+    bounds = torch.tensor([0, 9, 23], dtype=torch.int32)
+    places = torch.cat([torch.arange(9), torch.arange(14)]).int()
+
+    def states(count: int) -> tuple[torch.Tensor, WholeLayers]:
+        parts = WholeLayers(count)
+        body = fused.FusedModel(model, parts._device, "fp32", attention, first_only=first_only, parts=parts)
+        return body((ids, types, places, bounds, bounds[:2]), 14), parts
+
+    apart, _ = states(0)
+    together, parts = states(layers)
+    torch.testing.assert_close(together, apart, atol=2e-5, rtol=0)
+    assert parts.left == (1 if first_only else 0), "the last layer goes on with first tokens alone"
+    torch.testing.assert_close(states(1)[0], apart, atol=2e-5, rtol=0)  # all layers or none
+
+
 def test_layers_of_another_make_are_refused() -> None:
     from transformers import BertConfig, BertModel
 

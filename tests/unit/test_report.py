@@ -242,6 +242,7 @@ FULL = {
                 "512": {
                     "eager": {
                         **{"us": 87.0, "launches": 2, "host_copies": 0, "allocations": 0, "waits": 0},
+                        "on_own_stream": True,
                         **{"max_abs_error": 2e-3, "speedup_vs_stock": 3.1, "speedup_vs_stock_is_noise": False},
                     },
                     "stock_eager": {"us": 269.7, "launches": 17},
@@ -414,7 +415,7 @@ def test_a_way_of_calling_from_tensorflow_is_a_row_and_what_did_not_run_is_none(
         "| fp16, 512 tokens, eager",
         "| fp16, 512 tokens, Keras’s own, eager",
     ]
-    assert "| 87.0 | 3.10× | 2 | 0 | 0 | 0 | 2.0e-03 |" in rows[0]
+    assert "| 87.0 | 3.10× | 2 | 0 | 0 | 0 | yes | 2.0e-03 |" in rows[0]
     assert "TensorFlow: 2.21.0; cuBLAS under Keras’s own: 12.5.3; host copies that the control shows: 1." in table
     assert "stage `bench_tf`" in readme_tables([])["tensorflow"]
 

@@ -29,20 +29,20 @@ def records(**rerank: dict) -> tuple[Record, ...]:
 
 
 BOTH = records(
-    fp32={"ms": 1.0, "steps": {"padded": step(9, 1, 20, 1), "cached": step(0.25, 0.5, 13, 0.25)}},
+    fp32={"ms": 1.0, "steps": {"padded": step(9, 1, 20, 1), "cached": {**step(0.25, 0.5, 13, 0.25), "p90_ms": 15.25}}},
     fp16={"ms": 1.0, "steps": {"padded": step(9, 1, 7, 1), "graphs": {"failure": "error 1 against float64"}}},
 )
 
 
 def test_every_path_stands_beside_its_prediction_and_its_times() -> None:
     lines = steps_table(BOTH).splitlines()
-    assert lines[0] == "| path | idea | predicted | fp32, ms | fp16, ms |"
+    assert lines[0] == "| path | idea | predicted | fp32, ms (p90) | fp16, ms (p90) |"
     rows = {line.split("`")[1]: line.split(" | ") for line in lines[2:] if line.startswith("| `")}
     assert list(rows) == [*(path.name for path in host_path.PATHS), "cached"]
     assert rows["padded"][-2:] == ["30.5", "17.5 |"]
     assert rows["graphs"][-2:] == ["–", "FAIL |"]
     assert [name for name in rows if rows[name][-1] != "– |"] == ["padded", "graphs"]
-    assert rows["cached"][-2:] == ["13.5", "– |"]
+    assert rows["cached"][-2:] == ["13.5 (15.2)", "– |"]
     assert rows["graphs"][2].startswith("H200, fp16: 4 ms.")
     assert lines[-1] == "<sub>bench_rerank: NVIDIA H200, commit feedfacefe, 2026-11-29</sub>"
     bare = steps_table(())

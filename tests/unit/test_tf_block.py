@@ -23,6 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 FAKE_CUPTI = """
 #include <stdint.h>
 #include <stddef.h>
+#include <string.h>
 struct data { int site; const char* function; const void* parameters; void* result; const char* symbol; };
 typedef void (*callback)(void*, int, uint32_t, const struct data*);
 static callback note;
@@ -41,8 +42,14 @@ int cuptiGetCallbackName(int domain, uint32_t call, const char** name) {
     *name = names[call];
     return 0;
 }
-void call_driver(int domain, int site, uint32_t call, const char* function, const char* symbol) {
-    struct data data = {site, function, NULL, NULL, symbol};
+struct launch { void* function; unsigned sizes[7]; void* stream; };
+struct config { unsigned sizes[7]; void* stream; };
+void call_driver(int domain, int site, uint32_t call, const char* function, const char* symbol, size_t stream) {
+    const struct config config = {{1, 1, 1, 1, 1, 1, 0}, (void*)stream};
+    const struct launch launch = {NULL, {1, 1, 1, 1, 1, 1, 0}, (void*)stream};
+    const struct { const struct config* config; void* function; } extended = {&config, NULL};
+    const void* parameters = strcmp(function, "cuLaunchKernelEx") ? (void*)&launch : (void*)&extended;
+    struct data data = {site, function, parameters, NULL, symbol};
     if (note != NULL) note(NULL, domain, call, &data);
 }
 """
@@ -66,18 +73,21 @@ def test_driver_calls_are_counted_by_name_and_kernels_kept_in_order(tmp_path: Pa
 
     def run() -> None:
         driver, runtime, enter, leave = 1, 2, 0, 1
-        for kernel in (b"first", b"second", b"first"):
-            library.call_driver(driver, enter, 0, b"cuLaunchKernel", kernel)
-            library.call_driver(driver, leave, 0, b"cuLaunchKernel", kernel)
-        library.call_driver(driver, enter, 1, b"cuMemcpyHtoDAsync_v2", b"not a kernel")
-        library.call_driver(driver, enter, 7, b"cuSomethingNew", None)
-        library.call_driver(runtime, enter, 0, b"cudaLaunchKernel", b"first")
+        for stream, (call, kernel) in enumerate(
+            ((b"cuLaunchKernel", b"first"), (b"cuLaunchKernelEx", b"second"), (b"cuLaunchKernel_ptsz", b"first")), 16
+        ):
+            library.call_driver(driver, enter, 0, call, kernel, stream)
+            library.call_driver(driver, leave, 0, call, kernel, stream)
+        library.call_driver(driver, enter, 1, b"cuMemcpyHtoDAsync_v2", b"not a kernel", 0)
+        library.call_driver(driver, enter, 7, b"cuSomethingNew", None, 0)
+        library.call_driver(runtime, enter, 0, b"cudaLaunchKernel", b"first", 0)
 
     counter = DriverCalls(tmp_path, [tmp_path / "missing.so", fake])
-    expected = Calls({"cuLaunchKernel": 3, "cuMemcpyHtoDAsync_v2": 1, "unknown": 1}, ("first", "second", "first"))
+    counts = {"cuLaunchKernel": 3, "cuMemcpyHtoDAsync_v2": 1, "unknown": 1}
+    expected = Calls(counts, ("first", "second", "first"), ("0x10", "0x11", "0x12"))
     assert counter.of(run) == expected
     run()
-    assert counter.of(lambda: None) == Calls({}, ()), "what is outside does not count, and nothing stays"
+    assert counter.of(lambda: None) == Calls({}, (), ()), "what is outside does not count, and nothing stays"
 
 
 @needs_compiler
@@ -105,7 +115,7 @@ def test_newer_libraries_are_tried_first() -> None:
 
 
 def test_unknown_calls_are_added_up() -> None:
-    assert read_calls("call 2 unknown\ncall 3 unknown\nkernel a b\n") == Calls({"unknown": 5}, ("a b",))
+    assert read_calls("call 2 unknown\ncall 3 unknown\nkernel 0x10 a b\n") == Calls({"unknown": 5}, ("a b",), ("0x10",))
 
 
 # ---- The record ----
@@ -120,13 +130,15 @@ def seen(**changes: Any) -> dict[str, Any]:
         "max_excess": 5e-4,
         "counts": counts,
         "kernels": kernels,
+        "streams": ["0x10"] * len(kernels),
         "seconds": [2e-5, 1e-5, 3e-5],
+        "queued": 50,
         **changes,
     }
 
 
 def record(precision: str = "fp16", **ways: Any) -> dict[str, Any]:
-    control = {"counts": {"cuMemcpyDtoHAsync_v2": 1, "cuLaunchKernel": 1}, "kernels": []}
+    control = {"counts": {"cuMemcpyDtoHAsync_v2": 1, "cuLaunchKernel": 1}, "kernels": ["add"], "streams": ["0x10"]}
     process = {"tensorflow": "2.21.0", "keras": "3.15.1", "on_gpu": True, "counter": "available", "control": control}
     return tf_block.record_of({**process, "cases": {"8x512x768": {precision: ways}}})
 
@@ -139,7 +151,8 @@ def test_a_row_says_launches_copies_and_times() -> None:
     counted = ("launches", "host_copies", "device_copies", "allocations", "waits")
     assert [row[name] for name in counted] == [2, 0, 1, 0, 0]
     assert row["kernels"] == ["plain", "tilerank::two_launches::second"]
-    assert (row["us"], row["repetitions"]) == (pytest.approx(20), 3)
+    assert row["on_own_stream"] is True
+    assert (row["us"], row["repetitions"], row["queued_calls"]) == (pytest.approx(20), 3, 50)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +174,11 @@ def test_each_driver_call_counts_as_what_it_is(call: str, figure: str) -> None:
     row = record(eager=seen(counts={call: 10}))["fp16"]["512"]["eager"]
     counted = ("launches", "host_copies", "device_copies", "allocations", "waits")
     assert {name: row[name] for name in counted} == {**dict.fromkeys(counted, 0), figure: 1}
+
+
+@pytest.mark.parametrize("streams", [["0x20"] * 20, ["0x10"] * 19 + ["(nil)"], []])
+def test_a_launch_on_another_stream_than_tensorflows_shows(streams: list[str]) -> None:
+    assert record(eager=seen(streams=streams))["fp16"]["512"]["eager"]["on_own_stream"] is False
 
 
 def test_a_call_that_is_not_made_each_time_shows_as_a_fraction() -> None:
@@ -230,3 +248,14 @@ def test_a_process_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(TilerankError, match="TensorFlow's process failed: ModuleNotFoundError: tensorflow"):
         tf_block.run(python, tmp_path, ["fp32"], on_cpu=True)
+
+
+def test_a_process_that_a_signal_ends_runs_again_without_keras_own_block(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    text = """#!/bin/sh
+case "$*" in *--without-stock*) for last; do :; done; echo "[\\"$last\\"]" >"$4" ;; *) kill -TRAP $$ ;; esac
+"""
+    python.write_text(text, encoding="utf-8")
+    python.chmod(0o755)
+    (reason,) = tf_block.run(python, tmp_path, ["fp32"], on_cpu=False)
+    assert reason == "TensorFlow's process ended by signal 5 where it was called"

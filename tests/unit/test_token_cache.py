@@ -52,6 +52,27 @@ def test_known_passages_are_found_and_changed_ones_are_not(path: Path) -> None:
     assert cache.find([]) == []
 
 
+def test_a_passage_that_was_found_needs_no_digest_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilerank import token_cache
+
+    write_tokens(path, DIGEST, encode, TEXTS)
+    cache = TokenCache(path)
+    expected = [ids.tolist() for ids in encode(TEXTS)]
+    assert rows(cache, TEXTS) == expected
+    asked = []
+    own = token_cache._digests
+    monkeypatch.setattr(token_cache, "_digests", lambda texts: asked.extend(texts) or own(texts))
+    assert rows(cache, TEXTS) == expected
+    assert rows(cache, ["bone", "bones", "".join(["the", " cell"])]) == [[4, 98], None, [8, 116]]
+    assert asked == ["bones"], "an equal text is the text, another is none that was found"
+    assert rows(cache, ["bones"]) == [None]
+    monkeypatch.setattr(token_cache, "_REMEMBERED", 20)
+    small = TokenCache(path)
+    for _ in range(3):
+        assert rows(small, [*TEXTS, *TEXTS[::-1]]) == [*expected, *expected[::-1]]
+    assert sum(map(len, small._remembered)) < 20 + max(map(len, TEXTS))
+
+
 def test_only_new_passages_are_tokenised_again(path: Path) -> None:
     write_tokens(path, DIGEST, encode, TEXTS)
     before = path.read_bytes()
@@ -158,8 +179,8 @@ def test_the_reranker_s_ids_come_from_the_cache(tmp_path: Path, path: Path, monk
     expected = tokenizer.pairs(["mouse"] * 4, passages)
     tokenizer.use_cache(TokenCache(path))
     asked = []
-    own = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda texts: asked.extend(texts) or own(texts))
+    own = tokenizer._begin
+    monkeypatch.setattr(tokenizer, "_begin", lambda texts: asked.extend(texts) or own(texts))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = tokenizer.pairs(["mouse"] * 4, passages)

@@ -12,7 +12,7 @@ import pytest
 from tiny_models import merge_json, write_tiny_bert
 
 from tilerank.errors import TilerankError
-from tilerank.tokenization import TextTokenizer, load_tokenizer
+from tilerank.tokenization import TextTokenizer, Tokens, load_tokenizer
 
 _MIXTURE = (
     "the protein's cell [SEP] Zürich naïve 漢字かな 😀 antidisestablishmentarianism "
@@ -143,6 +143,28 @@ def test_padded_batches_and_distinct_rows(tokenizer: TextTokenizer) -> None:
     assert ids[1].tolist() == [*_rows(tokens)[1], 7, 7]
     assert ids[0].tolist() == _rows(tokens)[2]
     assert types.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_distinct_sequences_are_told_apart_wherever_they_differ(seed: int) -> None:
+    """In the first token or in the last, in length or in a type alone; with places of earlier calls or without."""
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(0, 2, draw.integers(1, (6, 80)[seed % 2])) for _ in range(30)]
+    rows += [np.concatenate([row[:1] ^ 1, row[1:]]) for row in rows[:9]] + rows[5:12]
+    lengths = np.array([len(row) for row in rows])
+    types = draw.integers(0, 2, lengths.sum(), dtype=np.int32) if seed % 3 == 0 else np.zeros(lengths.sum(), np.int32)
+    tokens = Tokens(np.concatenate(rows).astype(np.int32), types, lengths, np.zeros(len(rows), bool))
+    ends = np.cumsum(lengths)
+    sequences = [(tuple(row), tuple(types[end - len(row) : end])) for row, end in zip(rows, ends, strict=True)]
+    firsts = [sequences.index(sequence) for sequence in sequences]
+    for found, inverse in (tokens.distinct(), tokens.distinct({})):
+        assert found.tolist() == sorted(set(firsts))
+        assert found[inverse].tolist() == firsts
+    seen: dict[bytes, int] = {}
+    tokens.distinct(seen)
+    rows_now, places = tokens.distinct(seen)
+    assert not len(rows_now)
+    assert places.tolist() == tokens.distinct()[1].tolist()
 
 
 def test_no_texts(tokenizer: TextTokenizer) -> None:

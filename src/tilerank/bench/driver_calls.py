@@ -24,6 +24,7 @@ class Calls:
 
     counts: Mapping[str, int]  # by name, e.g. cuLaunchKernel, cuMemcpyHtoDAsync_v2
     kernels: Sequence[str]  # mangled, in launch order
+    streams: Sequence[str]  # of each launch, a handle
 
 
 def cupti_candidates() -> Iterator[Path]:
@@ -86,14 +87,16 @@ class DriverCalls:
 
 
 def read_calls(text: str) -> Calls:
-    """The lines that the counter writes: ``call COUNT NAME`` and ``kernel NAME``."""
+    """The lines that the counter writes: ``call COUNT NAME`` and ``kernel STREAM NAME``."""
     counts: dict[str, int] = {}
     kernels: list[str] = []
+    streams: list[str] = []
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
+        first, name = rest.split(" ", 1)
         if kind == "kernel":
-            kernels.append(rest)
+            streams.append(first)
+            kernels.append(name)
         else:
-            count, name = rest.split(" ", 1)
-            counts[name] = counts.get(name, 0) + int(count)
-    return Calls(counts, tuple(kernels))
+            counts[name] = counts.get(name, 0) + int(first)
+    return Calls(counts, tuple(kernels), tuple(streams))

@@ -7,6 +7,7 @@ next. Floors are those of `tilerank.bench.floors`: bytes that must move, product
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,13 @@ EMBEDDINGS, QKV, ATTENTION, OUT, UP, DOWN, LAST = PARTS = (
     "last layer and head",
 )
 
-# Kernels between two attentions, by how many there are: fused ends; GELU, LayerNorm, or both as kernels of their own.
+BETWEEN = "between attentions"
+"""Attention output, feed-forward and the next product in one kernel; `PARTS` has them one by one."""
+
+# Kernels between two attentions, by how many there are: one for all; fused ends; GELU, LayerNorm, or both as kernels of
+# their own.
 _BETWEEN = {
+    1: (BETWEEN,),
     4: (OUT, UP, DOWN, QKV),
     5: (OUT, UP, UP, DOWN, QKV),
     6: (OUT, OUT, UP, DOWN, DOWN, QKV),
@@ -60,8 +66,9 @@ def label(kernels: Sequence[str], attention: str) -> tuple[str, ...]:
     for start, end in itertools.pairwise(places[:-1]):
         labels += [ATTENTION, *_rest(end - start - 1)]
     # The last layer begins within what follows: its keys and values, then first tokens alone.
-    usual = places[1] - places[0] - 1 if len(places) > 2 else min(_BETWEEN)
-    labels += [ATTENTION, *_rest(usual)[:-1]]
+    usual = places[1] - places[0] - 1 if len(places) > 2 else 4
+    rest = _rest(usual)
+    labels += [ATTENTION, *(rest if rest == (BETWEEN,) else rest[:-1])]
     return (*labels, *[LAST] * (len(kernels) - len(labels)))
 
 
@@ -71,9 +78,11 @@ def _rest(count: int) -> tuple[str, ...]:
     return _BETWEEN[count]
 
 
-def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> dict[str, float]:
-    """The least seconds of each of `PARTS` in one pass. fp32 products are three of fp16, or FMAs where that is sooner;
-    weights are read once a layer."""
+def floors(
+    workload: Workload, sizes: Sizes, precision: str, rates: Rates, *, whole_layers: bool = False
+) -> dict[str, float]:
+    """The least seconds of each of `PARTS` in one pass; whole_layers: of those that it has with `BETWEEN`. fp32
+    products are three of fp16, or FMAs where that is sooner; weights are read once a layer."""
     rows, width, wide, size = workload.tokens, sizes.width, sizes.wide, BYTES[precision]
 
     def linear(depth: int, columns: int, moved: int) -> float:
@@ -85,8 +94,23 @@ def floors(workload: Workload, sizes: Sizes, precision: str, rates: Rates) -> di
 
     most = sizes.layers - 1
     attention = attention_floor(workload, precision, rates).seconds
+    embeddings = 2 * size * rows * width / rates.hbm_bytes
+    if whole_layers:
+        # found and x in, x and the next product out; keys and values alone for the last layer.
+        weights = 2 * width * width + 2 * width * wide
+        behind = rows * (width * width + 2 * width * wide)
+        fmas = most * behind + (most - 1) * rows * 3 * width**2 + rows * 2 * width**2
+        products = fmas * {"fp32": 3, "tf32": 2}.get(precision, 1) / rates.fp16_fmas
+        moved = rows * width * ((most - 1) * 6 + 5) + most * weights
+        return {
+            EMBEDDINGS: embeddings,
+            QKV: linear(width, 3 * width, 4 * width),
+            ATTENTION: most * attention,
+            BETWEEN: max(products, size * moved / rates.hbm_bytes),
+            LAST: embeddings,  # keys and values are read once
+        }
     return {
-        EMBEDDINGS: 2 * size * rows * width / rates.hbm_bytes,
+        EMBEDDINGS: embeddings,
         QKV: most * linear(width, 3 * width, 4 * width),
         ATTENTION: most * attention,
         OUT: most * linear(width, width, 3 * width),
@@ -111,10 +135,14 @@ def parts_record(
     return record
 
 
-def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """Name and seconds of each kernel that ``run`` launches, in order, copies left out; the third call is looked at.
+_LOOKED_AT = 7
+"""Calls whose median a kernel's time is: a single one may be interrupted by another process on the device."""
 
-    Where kernels overlap, time counts for the one that ends first.
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Name and seconds of each kernel that ``run`` launches, in order, copies left out: medians of `_LOOKED_AT` calls.
+
+    Where kernels overlap, time counts for the one that ends first. Raises `TilerankError` where two calls differ.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -122,12 +150,23 @@ def kernels_of(run: Callable[[], object]) -> list[tuple[str, float]]:
         run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
+        for _ in range(_LOOKED_AT):
+            run()
+            torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     spans = [(event.name, event.time_range.start, event.time_range.end) for event in kernels]
-    return [(name, 1e-6 * microseconds) for name, microseconds in exclusive(spans)]
+    return [(name, 1e-6 * microseconds) for name, microseconds in medians(exclusive(spans), _LOOKED_AT)]
+
+
+def medians(times: Sequence[tuple[str, float]], calls: int) -> list[tuple[str, float]]:
+    """One call's kernels from those of ``calls`` in a row; `TilerankError` where they are not the same kernels."""
+    count = len(times) // calls
+    each = [times[start : start + count] for start in range(0, count * calls, count)] if count else []
+    names = [[name for name, _ in one] for one in each]
+    if count * calls != len(times) or any(found != names[0] for found in names):
+        raise TilerankError(f"{len(times)} kernels in {calls} calls: they are not the same in each")
+    return [(same[0][0], statistics.median(seconds for _, seconds in same)) for same in zip(*each, strict=True)]
 
 
 def exclusive(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float]]:

@@ -134,3 +134,5 @@ class CapturedLibrary:
         with torch.cuda.graph(graph, stream=side):
             self._result = body(*arguments)
         self._replay = graph.replay
+        # The graph holds nothing of what it reads: first tokens, bounds, weights that were put together for it.
+        self._reads = (body, plain, arguments)

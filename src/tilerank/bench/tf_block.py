@@ -25,7 +25,7 @@ COUNTED = 10
 """Calls whose driver calls are counted together."""
 
 QUEUED = 50
-"""Calls that are queued one behind another for one time."""
+"""Most calls that are queued one behind another for one time."""
 
 BATCH, WIDTH, HEADS = 8, 768, 12
 TOKENS = (128, 512, 2048)
@@ -59,7 +59,8 @@ def run(python: Path, root: Path, precisions: Sequence[str], on_cpu: bool) -> di
     """What `tilerank.bench.tf_process` saw; on a CPU the reference at a small size.
 
     Raises:
-        TilerankError: it ended with an error (its last line), or not at all.
+        TilerankError: it ended with an error (its last line), or not at all. Where a signal ended it, it runs once more
+            without Keras's own block.
     """
     shapes = ["x".join(map(str, CPU_SHAPE))] if on_cpu else [f"{BATCH}x{tokens}x{WIDTH}" for tokens in TOKENS]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,16 +79,21 @@ def run(python: Path, root: Path, precisions: Sequence[str], on_cpu: bool) -> di
         ]
         path = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
-        try:
-            answer = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TilerankError(f"TensorFlow's process did not end within {LIMIT_S:.0f} s") from error
+        answer = _answer(command, environment)
+        if answer.returncode < 0:  # without its libraries a product of TensorFlow's own may end the process
+            reason = f"TensorFlow's process ended by signal {-answer.returncode} where it was called"
+            answer = _answer([*command, "--without-stock", reason], environment)
         if answer.returncode != 0:
             said = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
             raise TilerankError(f"TensorFlow's process failed: {said[-1][:500]}")
         return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _answer(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise TilerankError(f"TensorFlow's process did not end within {LIMIT_S:.0f} s") from error
 
 
 def record_of(seen: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +105,14 @@ def record_of(seen: Mapping[str, Any]) -> dict[str, Any]:
         "timed": seen["on_gpu"],
     }
     record |= {key: seen[key] for key in ("gpu", "cublas", "build_id", "counter") if key in seen}
+    own_streams: set[str] = set()
     if "control" in seen:
         record["control_host_copies"] = _driver_figures(seen["control"], 1)["host_copies"]
+        own_streams = set(seen["control"]["streams"])  # of a launch of TensorFlow's own
     for shape, precisions in seen["cases"].items():
         tokens = shape.split("x")[1]
         for precision, ways in precisions.items():
-            rows = {way: _row(precision, each) for way, each in ways.items()}
+            rows = {way: _row(precision, each, own_streams) for way, each in ways.items()}
             for way, row in rows.items():
                 stock = f"stock_{'eager' if way == 'layer' else way}"
                 if way.startswith("stock") or not ("us" in row and "us" in rows.get(stock, {})):
@@ -130,7 +138,7 @@ def verdict(record: Mapping[str, Any]) -> str:
     return f"FAIL: {'; '.join(failed)}" if failed else f"{len(rows)} ways of calling it, all that ran are right"
 
 
-def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
+def _row(precision: str, seen: Mapping[str, Any], own_streams: set[str]) -> dict[str, Any]:
     if "unavailable" in seen:
         return {"available": False, "reason": seen["unavailable"]}
     error = seen["max_excess"] if precision == "fp32" else seen["max_abs_error"]
@@ -140,13 +148,14 @@ def _row(precision: str, seen: Mapping[str, Any]) -> dict[str, Any]:
         row["max_abs_error"] = seen["max_abs_error"]
     if "counts" in seen:
         row |= _driver_figures(seen, COUNTED)
+        row["on_own_stream"] = bool(own_streams) and set(seen["streams"]) == own_streams
     if not row["right"]:
         row["failure"] = f"error {error:.3g} against float64 is above {tolerance:.3g}"
     elif "seconds" in seen:
         spread = Spread.of(seen["seconds"])
         row |= {"us": spread.median * 1e6, "p10_us": spread.p10 * 1e6, "p90_us": spread.p90 * 1e6}
         row["repetitions"] = spread.repetitions
-        row["queued_calls"] = QUEUED
+        row["queued_calls"] = seen["queued"]
     return row
 
 

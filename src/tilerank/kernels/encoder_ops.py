@@ -155,6 +155,67 @@ def layernorm(
     return out
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """What `layer` multiplies by: weights ``[out, in]`` and biases as `torch.nn.Linear` keeps them, of one dtype."""
+
+    out: tuple[torch.Tensor, torch.Tensor]
+    up: tuple[torch.Tensor, torch.Tensor]
+    down: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # gamma and beta
+    next: tuple[torch.Tensor, torch.Tensor] | None
+    epsilon: float
+
+
+def layer(
+    found: torch.Tensor, x: torch.Tensor, weights: LayerWeights, *, variant: str, overlap: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What stands between two attentions: of what attention ``found`` in ``x``, both ``[rows, width]``, the layer's
+    result and what its ``next`` product makes of it. x may not be used any more: the result takes its place.
+
+    ``x1 = LN(out(found) + x)``, ``LN(down(gelu(up(x1))) + x1)``. overlap: as in `linear`. Raises as `linear` does.
+    """
+    rows, width = x.shape
+    wide = weights.up[0].shape[0]
+    _check("found", found, x, (rows, width))
+    _check("x", x, x, (rows, width))
+    shapes = {"out": (width, width), "up": (wide, width), "down": (width, wide)}
+    if weights.next is not None:
+        shapes["next"] = (weights.next[0].shape[0], width)
+    pointers: dict[str, int] = {}
+    for name, shape in shapes.items():
+        weight, bias = getattr(weights, name)
+        _check(f"{name} weight", weight, x, shape, packed=True)
+        _check(f"{name} bias", bias, x, shape[:1], packed=True)
+        pointers |= {f"{name}_weight": weight.data_ptr(), f"{name}_bias": bias.data_ptr()}
+    for gamma, beta in weights.norms:
+        _check("gamma", gamma, x, (width,), packed=True)
+        _check("beta", beta, x, (width,), packed=True)
+    after = None if weights.next is None else x.new_empty(rows, shapes["next"][0])
+    params = library.LayerParams(
+        found=found.data_ptr(),
+        x=x.data_ptr(),
+        out=x.data_ptr(),
+        next=_pointer(after),
+        gammas=tuple(gamma.data_ptr() for gamma, _ in weights.norms),
+        betas=tuple(beta.data_ptr() for _, beta in weights.norms),
+        dtype=_dtype_code(x.dtype),
+        overlap=overlap,
+        epsilon=weights.epsilon,
+        rows=rows,
+        width=width,
+        wide=wide,
+        next_columns=0 if after is None else after.shape[1],
+        found_stride=found.stride(0),
+        x_stride=x.stride(0),
+        out_stride=x.stride(0),
+        next_stride=0 if after is None else after.stride(0),
+        **pointers,
+    )
+    torch_ops._call(torch_ops._library().layer, registry.get(variant, "layer"), params, x.device)
+    return x, after
+
+
 def token_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, scale: float, *, variant: str
 ) -> torch.Tensor:

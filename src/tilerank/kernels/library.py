@@ -197,6 +197,22 @@ class TokenAttentionParams(ctypes.Structure):
     )
 
 
+class LayerParams(ctypes.Structure):
+    """tilerank_layer_params: what stands between two attentions. Starts as zeros; strides count elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("found", "x", "out", "next")),
+        *((f"{name}_weight", ctypes.c_void_p) for name in ("out", "up", "down", "next")),
+        *((f"{name}_bias", ctypes.c_void_p) for name in ("out", "up", "down", "next")),
+        *((name, ctypes.c_void_p * 2) for name in ("gammas", "betas")),
+        ("dtype", ctypes.c_int32),
+        ("overlap", ctypes.c_int32),
+        ("epsilon", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "wide", "next_columns")),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("found", "x", "out", "next")),
+    )
+
+
 Params: TypeAlias = (
     AttentionParams
     | AttentionVarlenParams
@@ -205,6 +221,7 @@ Params: TypeAlias = (
     | FusedAttentionParams
     | LinearParams
     | EmbeddingParams
+    | LayerParams
 )
 
 
@@ -303,6 +320,7 @@ class Library:
             (LinearParams, "tilerank_linear"),
             (EmbeddingParams, "tilerank_embedding"),
             (TokenAttentionParams, "tilerank_token_attention"),
+            (LayerParams, "tilerank_layer"),
         ):
             pointer = ctypes.POINTER(kind)
             self._run[kind] = self._function(
@@ -400,6 +418,12 @@ class Library:
         self._check(
             self._run[TokenAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
         )
+
+    def layer(
+        self, variant: str, params: LayerParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
+    ) -> None:
+        """Queue what stands between two attentions; otherwise as `attention`."""
+        self._check(self._run[LayerParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
 
     def embedding(
         self, variant: str, params: EmbeddingParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilerank.errors import TilerankError
 
-OPERATIONS = ("attention", "layernorm", "block", "linear", "embedding", "token_attention")
+OPERATIONS = ("attention", "layernorm", "block", "linear", "embedding", "token_attention", "layer")
 DTYPES = ("fp32", "fp16", "bf16")
 LAYOUTS = ("padded", "packed")
 MASKS = ("key_lengths", "causal", "boolean", "additive")

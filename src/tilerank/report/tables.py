@@ -209,6 +209,11 @@ def text(value: Any) -> str:
     return str(value)
 
 
+def yes(value: bool) -> str:
+    """yes, no"""
+    return "yes" if value else "no"
+
+
 def timeline(value: Mapping[str, Any]) -> str:
     """Where the tool's file is, or the reason why there is none."""
     return str(value["file"]) if value["available"] else f"not available ({value['reason']})"
@@ -615,6 +620,7 @@ TABLES = (
             Column("copies from or to the host", "host_copies", count),
             Column("allocations", "allocations", count),
             Column("waits", "waits", count),
+            Column("on TensorFlow’s stream", "on_own_stream", yes),
             Column("largest error", "max_abs_error", error),
         ),
         "Batch 8, width 768, 12 heads. A time is that of a call when calls are queued one behind another, the host's "

@@ -47,6 +47,7 @@ def doc_tables(rows: Sequence[Row]) -> dict[str, str]:
         "layernorm_predictions": predictions_table(layernorm),
         "linear_predictions": predictions_table(rows_of("linear")),
         "embedding_predictions": predictions_table(rows_of("embedding")),
+        "layer_predictions": predictions_table(rows_of("layer")),
         "token_attention_predictions": predictions_table(rows_of("token_attention")),
     }
 
