@@ -5,16 +5,18 @@ Without a GPU, and for what a tool does not serve, the record says why there is 
 
 from __future__ import annotations
 
+from typing import Any
+
 from stages._run import Stage, variant_main
+from tilerank.kernels.registry import Row
 
 
-def run(stage: Stage) -> None:
-    """Write metrics/<machine>/check_kernels_<variant>.json."""
+def check(stage: Stage, row: Row, operation: str) -> dict[str, Any]:
+    """What there is to say about a row of that operation."""
     from tilerank import kernel_checks
-    from tilerank.kernels import build, driver, registry
+    from tilerank.kernels import build, driver
     from tilerank.machine import device_for
 
-    row = registry.get(stage.options.variant)
     if row.device == "cpu":
         record = {"available": False, "reason": "host code: there is no kernel to check"}
     elif device_for(stage.settings.machine.name) == "cpu":
@@ -22,10 +24,22 @@ def run(stage: Stage) -> None:
     else:
         capabilities = build.present_capabilities()
         reason = driver.refusal(row, row.min_sm, min(capabilities))
-        record = {"available": False, "reason": reason} if reason else kernel_checks.check_variant(row, capabilities)
+        record = (
+            {"available": False, "reason": reason}
+            if reason
+            else kernel_checks.check_variant(row, capabilities, operation)
+        )
     if "failure" in record:
-        print(f"check_kernels: {row.name}: FAIL ({record['failure']})")
-    stage.write_metrics({"checks": {row.name: record}}, suffix=row.name)
+        print(f"check_kernels: {operation} {row.name}: FAIL ({record['failure']})")
+    return record
+
+
+def run(stage: Stage) -> None:
+    """Write metrics/<machine>/check_kernels_<variant>.json."""
+    from tilerank.kernels import registry
+
+    row = registry.get(stage.options.variant)
+    stage.write_metrics({"checks": {row.name: check(stage, row, "attention")}}, suffix=row.name)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-// Wide tiles: warpgroup_block whose attention takes 128 keys at a time, all of them and the queries by bulk copies, and
-// scores from products whose factors both lie in shared memory. A product of a warpgroup that has its left factor in
-// registers takes as long for 64 columns as for 128.
-// Prediction: at 4 x 4096 tokens of width 1024 670 us beside 790 of warpgroup_block: 64 keys of 64 rows took it 500
-//   cycles of the matrix unit, 384 here; at 4 x 512 55 us beside 60.
+// Wide tiles: warpgroup_block with products of 128 x 256 and more at a time. Rows are normalised once, into memory, by
+// warps that have nothing else to do; attention takes 128 keys at a time, queries, keys and values by bulk copies, scores
+// from factors that both lie in shared memory.
+// Prediction: at 4 x 4096 tokens of width 1024 690 us beside 830 unfused; at 4 x 128 33 us beside 42: the first products
+//   at cuBLAS's rate without normalising beside them, attention at 128 keys a tile, wide tiles of the projection.
 // Answer: metrics/<machine>/bench_block.json and docs/block.md.
-#include "common/block_hopper.cuh"
+#include "common/block_wide.cuh"
 #include "common/softmax.cuh"
 
 namespace tilerank {
 namespace wide_tiles {
 
-using namespace block_hopper;
+using namespace block_wide;
 
 constexpr const char* kName = "wide_tiles";
 constexpr int D = 64;  // of a head: rows of 128 bytes, the swizzle's width
@@ -33,11 +33,21 @@ constexpr int kOnesAt = kQueriesAt + kQueryStages * kQueryBytes;
 constexpr int kAttentionBytes = kOnesAt + kOnesBytes;
 // Row sums come out of the product with the values, as one more block of columns that is all ones.
 constexpr int kSumColumns = D + 8;
+constexpr int kTurnBarrier = 1 + kGroups;  // behind those of the groups
+constexpr int kLeaveBarrier = kTurnBarrier + kGroups;
 
-template <bool kMany>
-using Out = OutShape<kGroups, kMany>;
-template <bool kMany>
-constexpr int kMemoryBytes = kAttentionBytes > Out<kMany>::kRingBytes ? kAttentionBytes : Out<kMany>::kRingBytes;
+// In the projection two groups multiply and have the third one's registers.
+constexpr int kOutRegisters = 224;
+constexpr int kIdleRegisters = 24;
+static_assert(kMultiplyGroups * kOutRegisters + kIdleRegisters + kCopyRegisters <=
+              (kGroups + 1) * launch_registers(kThreads));
+// A warp begins with 128 registers: not enough for an instruction with 256 columns of sums, whatever it takes later.
+template <int kColumns>
+using OutShape = WideShape<kColumns, (kColumns > 128 ? 128 : kColumns)>;
+// The rings of the attention and of the projection have the same place.
+template <int kColumns>
+constexpr int kMemoryBytes = kAttentionBytes > OutShape<kColumns>::kBytes ? kAttentionBytes
+                                                                         : OutShape<kColumns>::kBytes;
 
 struct AttentionMaps {
     TensorMap q;
@@ -99,7 +109,7 @@ __device__ __forceinline__ void fill_attention(const BlockPlan& plan, const Atte
 #pragma unroll 1
     for (;;) {
         barrier_wait(&shared.queries_empty[queries.stage], queries.parity ^ 1);
-        const int number = static_cast<int>(counter_add(plan.counters, 1));
+        const int number = take_ticket(plan.counters);
         shared.numbers[queries.stage] = number;
         if (number >= all) {
             barrier_arrive(&shared.queries_full[queries.stage]);
@@ -225,8 +235,15 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
         if (lane == 0) barrier_arrive(barrier);
     };
 
+    // Groups take turns with the matrix unit: what one has issued is done before the next one's begins. Else all would
+    // wait for their products at the same time, and then weigh at the same time.
+    const auto take_turn = [&] { group_barrier(kTurnBarrier + group, 2 * kGroupThreads); };
+    const auto give_turn = [&] { group_arrive(kTurnBarrier + (group + 1) % kGroups, 2 * kGroupThreads); };
+    if (group == kGroups - 1) give_turn();
+
     barrier_wait(&shared.queries_full[queries.stage], queries.parity);
-    int number = uniform(shared.numbers[queries.stage]);
+    const auto number_at = [&](int stage) { return uniform(lane == 0 ? shared.numbers[stage] : 0); };
+    int number = number_at(queries.stage);
     if (number >= all) return;
     barrier_wait(&shared.full[at.stage], at.parity);
     issue_scores(at.stage, queries.stage);
@@ -238,13 +255,22 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
         float reference[2] = {kLowestReference, kLowestReference};
         bool is_steep = false;
         int before = 0;
+        RingPlace<kQueryStages> next = queries;
 
 #pragma unroll 1
-        for (int key_tile = 0;; ++key_tile) {
-            const bool is_last = key_tile + 1 == tile.key_tiles;
+        for (int key_tile = 0; key_tile < tile.key_tiles; ++key_tile) {
+            // Whose scores are next: those of the next keys, or the next tile's first. Where there is none, the same
+            // once more, for nothing.
             RingPlace<kStages> following = at;
             following.advance();
-            if (!is_last) barrier_wait(&shared.full[following.stage], following.parity);
+            if (key_tile + 1 == tile.key_tiles) {
+                next.advance();
+                barrier_wait(&shared.queries_full[next.stage], next.parity);
+                number = number_at(next.stage);
+            }
+            const bool is_end = number >= all;
+            if (is_end) following = at;
+            if (!is_end) barrier_wait(&shared.full[following.stage], following.parity);
             wgmma_wait<0>();
             if (key_tile > 0) give_back(&shared.empty[before]);
             before = at.stage;
@@ -308,27 +334,16 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
                 }
                 weigh<Element, false, false>(scores, weights, reference, size, any_sees);
             }
+            take_turn();
             issue_sums(at.stage, key_tile == 0);
+            issue_scores(following.stage, next.stage);
+            give_turn();
             at = following;
-            if (is_last) break;
-            issue_scores(at.stage, queries.stage);
         }
-        // The next tile's scores are computed while this one's sums are written.
-        RingPlace<kQueryStages> next = queries;
-        next.advance();
-        barrier_wait(&shared.queries_full[next.stage], next.parity);
-        const int next_number = uniform(shared.numbers[next.stage]);
-        if (next_number >= all) {
-            wgmma_wait<0>();
-        } else {
-            barrier_wait(&shared.full[at.stage], at.parity);
-            issue_scores(at.stage, next.stage);
-            wgmma_wait<1>();
-        }
+        wgmma_wait<1>();
         give_back(&shared.empty[before]);
         give_back(&shared.queries_empty[queries.stage]);
         queries = next;
-        number = next_number;
 
         const float factors[2] = {normalizer(sums[kSumColumns / 8 - 1][0]), normalizer(sums[kSumColumns / 8 - 1][2])};
         const int64_t row = static_cast<int64_t>(tile.sequence) * tokens + warp_row;
@@ -339,16 +354,19 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
         __syncwarp();
         const int unit = (tile.first_row + group * kUnitRows) / kUnitRows;
         const int units = static_cast<int>(plan.row_blocks);
-        if (lane == 0 && unit < units) counter_add(plan.counters + 1 + tile.sequence * units + unit, 1);
+        if (lane == 0 && unit < units) count_done(heads_done(plan, tile.sequence * units + unit));
     }
+    wgmma_wait<0>();
 }
 
-template <typename Element, bool kInOut, bool kMany>
+template <typename Element, int kColumns, bool kInOut>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ Maps maps,
-                       const __grid_constant__ AttentionMaps attention_maps, float factor, int all) {
+    attend_and_project(const __grid_constant__ BlockPlan plan, const __grid_constant__ WideMaps maps,
+                       const __grid_constant__ AttentionMaps attention_maps, const NormalRows<Element> normal,
+                       int units, float factor, int all) {
+    using S = OutShape<kColumns>;
     DynamicShared dynamic;
-    unsigned char* unaligned = dynamic.take<unsigned char>(kMemoryBytes<kMany> + 1024);
+    unsigned char* unaligned = dynamic.take<unsigned char>(kMemoryBytes<kColumns> + 1024);
     Shared shared;
     shared.memory = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
     shared.full = dynamic.take<uint64_t>(kStages);
@@ -356,90 +374,114 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.queries_full = dynamic.take<uint64_t>(kQueryStages);
     shared.queries_empty = dynamic.take<uint64_t>(kQueryStages);
     shared.numbers = dynamic.take<int>(kQueryStages);
-    uint64_t* out_full = dynamic.take<uint64_t>(Out<kMany>::kStages);
-    uint64_t* out_empty = dynamic.take<uint64_t>(Out<kMany>::kStages);
-    uint32_t* is_last = dynamic.take<uint32_t>(kGroups);
+    const WideRing<S> ring = {shared.memory, dynamic.take<uint64_t>(S::kStages), dynamic.take<uint64_t>(S::kStages),
+                              dynamic.take<int>(S::kStages)};
+    uint32_t* is_last = dynamic.take<uint32_t>(1);
+    const WideTiles<S> tiles(plan.rows, ceil_parts(plan.args.width));
 
-    const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
-    const int lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x < kStages) {
-        barrier_init(&shared.full[threadIdx.x], 1);
-        barrier_init(&shared.empty[threadIdx.x], kGroups * kGroupWarps);
+    const int thread = static_cast<int>(threadIdx.x);
+    const int warp = uniform(thread / kWarpSize);
+    const int lane = thread % kWarpSize;
+    if (thread < kStages) {
+        barrier_init(&shared.full[thread], 1);
+        barrier_init(&shared.empty[thread], kGroups * kGroupWarps);
     }
-    if (threadIdx.x < kQueryStages) {
-        barrier_init(&shared.queries_full[threadIdx.x], 1);
-        barrier_init(&shared.queries_empty[threadIdx.x], kGroups * kGroupWarps);
+    if (thread < kQueryStages) {
+        barrier_init(&shared.queries_full[thread], 1);
+        barrier_init(&shared.queries_empty[thread], kGroups * kGroupWarps);
     }
-    if (threadIdx.x < Out<kMany>::kStages) {
-        barrier_init(&out_full[threadIdx.x], 1);
-        barrier_init(&out_empty[threadIdx.x], kGroups * kGroupWarps);
-    }
-    for (int at = threadIdx.x * 16; at < kOnesBytes; at += kThreads * 16) {
+    ring.init(thread);
+    for (int at = thread * 16; at < kOnesBytes; at += kThreads * 16) {
         const uint32_t ones = pack16<Element>(1.0f, 1.0f);
         store_vector(shared.memory + kOnesAt + at, uint4{ones, ones, ones, ones});
     }
+    prefetch_weights<Element, kInOut>(plan);
     fence_async_proxy();
     __syncthreads();
     wait_for_launch_before();
+    for (int unit = static_cast<int>(blockIdx.x) * kThreads + thread; unit < units;
+         unit += static_cast<int>(gridDim.x) * kThreads) {
+        normal.done[unit] = 0;
+    }
+    const auto leave_attention = [] {  // its memory is then free for the projection
+        fence_async_proxy();
+        group_barrier(kLeaveBarrier, kThreads);
+    };
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kCopyRegisters>();
-        const bool copies = threadIdx.x == kGroups * kGroupThreads;
-        if (copies) {
+        if (thread == kGroups * kGroupThreads) {
             fence_async_proxy_global();
             fill_attention(plan, attention_maps, shared, all);
         }
-        __syncthreads();  // the attention is over, its memory free
-        if (copies) {
-            fence_async_proxy();
-            fill_out<Out<kMany>, kInOut>(plan, maps, shared.memory, out_full, out_empty);
-        }
+        __syncwarp();
+        leave_attention();
+        if (warp == kGroups * kGroupWarps) fill_out<S, kInOut>(plan, maps, tiles, ring, lane);
     } else {
         take_registers<kRegisters>();
         attend<Element>(plan, shared, all, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
-        __syncthreads();
-        project_out<Element, Out<kMany>, kInOut>(plan, shared.memory, out_full, out_empty, is_last, warp / kGroupWarps,
-                                                 warp % kGroupWarps, lane);
+        leave_attention();
+        if (warp >= kMultiplyWarps) {
+            give_registers_back<kIdleRegisters>();
+        } else {
+            take_registers<kOutRegisters>();
+            project_out<Element, S, kInOut>(plan, tiles, ring, is_last, warp, lane);
+        }
     }
 }
 
 // ---- Launching ----
 
-template <typename Element, bool kInOut, bool kMany>
-tilerank_status launch_second(const BlockPlan& plan, const Maps& maps, void* stream) {
+template <typename Element, int kColumns, bool kInOut>
+tilerank_status launch_second(const BlockPlan& plan, const WideMaps& maps, const AttentionMaps& attention_maps,
+                              const NormalRows<Element>& normal, void* stream) {
+    using S = OutShape<kColumns>;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(kMemoryBytes<kMany> + 1024) + 2 * DynamicShared::bytes<uint64_t>(kStages) +
-        2 * DynamicShared::bytes<uint64_t>(kQueryStages) + DynamicShared::bytes<int>(kQueryStages) +
-        2 * DynamicShared::bytes<uint64_t>(Out<kMany>::kStages) + DynamicShared::bytes<uint32_t>(kGroups);
+        DynamicShared::bytes<unsigned char>(kMemoryBytes<kColumns> + 1024) +
+        2 * DynamicShared::bytes<uint64_t>(kStages) + 2 * DynamicShared::bytes<uint64_t>(kQueryStages) +
+        DynamicShared::bytes<int>(kQueryStages) + 2 * DynamicShared::bytes<uint64_t>(S::kStages) +
+        DynamicShared::bytes<int>(S::kStages) + DynamicShared::bytes<uint32_t>(1);
     static_assert(kSharedBytes <= kMostShared);
-    AttentionMaps attention_maps;
-    const AttentionArgs& a = plan.attention;
-    if (!describe_matrix(&attention_maps.q, plan.args.dtype, a.q, plan.rows, plan.columns, plan.columns, kTileRows) ||
-        !describe_matrix(&attention_maps.k, plan.args.dtype, a.k, plan.rows, plan.columns, plan.columns, kTileKeys) ||
-        !describe_matrix(&attention_maps.v, plan.args.dtype, a.v, plan.rows, plan.columns, plan.columns, kTileKeys)) {
-        return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the driver describes no matrix to the copy engine", kName);
-    }
     const int64_t all = plan.args.batch * plan.args.num_heads * ceil_divide(plan.args.tokens, kTileRows);
-    const int64_t work = std::max(all, out_tiles<Out<kMany>>(plan));
+    const int64_t work = std::max<int64_t>(all, WideTiles<S>(plan.rows, ceil_parts(plan.args.width)).all);
     const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), work);
-    return launched(kName, launch_dependent(attend_and_project<Element, kInOut, kMany>,
+    return launched(kName, launch_dependent(attend_and_project<Element, kColumns, kInOut>,
                                             dim3(static_cast<unsigned>(blocks)), dim3(kThreads), kSharedBytes, stream,
-                                            plan, maps, attention_maps, nonzero_scale_log2(a), static_cast<int>(all)));
+                                            plan, maps, attention_maps, normal,
+                                            static_cast<int>(normal_units(plan.args)),
+                                            nonzero_scale_log2(plan.attention), static_cast<int>(all)));
 }
 
 template <typename Element, bool kInOut>
-tilerank_status launch_typed(const BlockPlan& plan, void* stream) {
-    const Choice choice = Choice::of<kGroups>(plan);
-    Maps maps;
-    tilerank_status status = describe<kGroups, kInOut>(kName, plan, choice, &maps);
-    if (status == TILERANK_OK) status = launch_project<Element, kInOut>(kName, plan, choice, maps, stream);
+tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* stream) {
+    const BlockArgs& args = plan.args;
+    const AttentionArgs& a = plan.attention;
+    const NormalRows<Element> normal = normal_rows<Element>(plan, workspace);
+    const void* x = args.pre_ln ? normal.rows : args.x;
+    WideMaps maps;
+    tilerank_status status =
+        describe_wide<kInOut>(kName, plan, x, args.pre_ln ? args.width : args.x_strides[1], &maps);
     if (status != TILERANK_OK) return status;
-    return choice.many ? launch_second<Element, kInOut, true>(plan, maps, stream)
-                       : launch_second<Element, kInOut, false>(plan, maps, stream);
+    AttentionMaps attention_maps;
+    if (!describe_matrix(&attention_maps.q, args.dtype, a.q, plan.rows, plan.columns, plan.columns, kTileRows) ||
+        !describe_matrix(&attention_maps.k, args.dtype, a.k, plan.rows, plan.columns, plan.columns, kTileKeys) ||
+        !describe_matrix(&attention_maps.v, args.dtype, a.v, plan.rows, plan.columns, plan.columns, kTileKeys)) {
+        return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the driver describes no matrix to the copy engine", kName);
+    }
+    const WideColumns columns = WideColumns::of(plan);
+    const auto first = columns.project == 256   ? launch_project<Element, 256, kInOut>
+                       : columns.project == 192 ? launch_project<Element, 192, kInOut>
+                                                : launch_project<Element, 128, kInOut>;
+    status = first(kName, plan, maps, normal, wide_counters(args), stream);
+    if (status != TILERANK_OK) return status;
+    const auto second = columns.out == 256   ? launch_second<Element, 256, kInOut>
+                        : columns.out == 128 ? launch_second<Element, 128, kInOut>
+                                             : launch_second<Element, 64, kInOut>;
+    return second(plan, maps, attention_maps, normal, stream);
 }
 
 }  // namespace wide_tiles
 
-size_t block_wide_tiles_workspace(const BlockArgs& args) { return plan_bytes(args, wide_tiles::kUnitRows); }
+size_t block_wide_tiles_workspace(const BlockArgs& args) { return block_wide::workspace_bytes(args); }
 
 tilerank_status block_wide_tiles(const BlockArgs& args, void* workspace, void* stream) {
     using namespace wide_tiles;
@@ -448,9 +490,11 @@ tilerank_status block_wide_tiles(const BlockArgs& args, void* workspace, void* s
     if (status != TILERANK_OK) return status;
     const bool in_out = args.weight_layout == TILERANK_WEIGHTS_IN_OUT;
     if (args.dtype == TILERANK_FP16) {
-        return in_out ? launch_typed<__half, true>(plan, stream) : launch_typed<__half, false>(plan, stream);
+        return in_out ? launch_typed<__half, true>(plan, workspace, stream)
+                      : launch_typed<__half, false>(plan, workspace, stream);
     }
-    return in_out ? launch_typed<__nv_bfloat16, true>(plan, stream) : launch_typed<__nv_bfloat16, false>(plan, stream);
+    return in_out ? launch_typed<__nv_bfloat16, true>(plan, workspace, stream)
+                  : launch_typed<__nv_bfloat16, false>(plan, workspace, stream);
 }
 
 }  // namespace tilerank

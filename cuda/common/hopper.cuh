@@ -22,9 +22,9 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
-// Describes `rows` x `columns` 16-bit elements, rows `stride` elements apart, copied in boxes of box_rows x 64 columns
-// that come to lie as swizzled rows of 128 bytes; what is outside of the matrix arrives as zeros. base: a multiple of
-// 16 bytes, stride of 8 elements. False when the driver refuses.
+// Describes `rows` x `columns` elements, rows `stride` elements apart, copied in boxes of box_rows rows of 128 bytes that
+// come to lie swizzled; what is outside of the matrix arrives as zeros. base and stride: multiples of 16 bytes. False
+// when the driver refuses.
 inline bool describe_matrix(TensorMap* map, int32_t dtype, const void* base, int64_t rows, int64_t columns,
                             int64_t stride, int box_rows) {
     using Encode = int (*)(TensorMap*, int type, uint32_t rank, void* base, const uint64_t* sizes,
@@ -44,16 +44,19 @@ inline bool describe_matrix(TensorMap* map, int32_t dtype, const void* base, int
     }();
     if (encode == nullptr) return false;
     constexpr int kFp16 = 6;  // CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    constexpr int kFp32 = 7;
     constexpr int kBf16 = 9;
     constexpr int kNoInterleave = 0;
     constexpr int kSwizzle128 = 3;
     constexpr int kPromote256 = 3;
     constexpr int kFillZeros = 0;
     const uint64_t sizes[2] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)};
-    const uint64_t strides[1] = {static_cast<uint64_t>(stride) * 2};
-    const uint32_t box[2] = {64, static_cast<uint32_t>(box_rows)};
+    const uint32_t bytes = dtype == TILERANK_FP32 ? 4 : 2;
+    const uint64_t strides[1] = {static_cast<uint64_t>(stride) * bytes};
+    const uint32_t box[2] = {128 / bytes, static_cast<uint32_t>(box_rows)};
     const uint32_t steps[2] = {1, 1};
-    return encode(map, dtype == TILERANK_FP16 ? kFp16 : kBf16, 2, const_cast<void*>(base), sizes, strides, box, steps,
+    const int type = dtype == TILERANK_FP32 ? kFp32 : dtype == TILERANK_FP16 ? kFp16 : kBf16;
+    return encode(map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
                   kNoInterleave, kSwizzle128, kPromote256, kFillZeros) == 0;
 }
 
@@ -126,6 +129,11 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
     TILERANK_HOPPER("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives there without waiting for the others.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+    TILERANK_HOPPER("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 #define TILERANK_SUMS(block) "+f"(block[0]), "+f"(block[1]), "+f"(block[2]), "+f"(block[3])
 #define TILERANK_WGMMA_TYPED(shape, type, sums, factors, add, transposed, ...)                                      \
     TILERANK_HOPPER("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                                     \
@@ -174,6 +182,32 @@ struct SharedWgmma<128> {
                        TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]),
                        TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
                        TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]), TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]));
+    }
+};
+
+template <>
+struct SharedWgmma<192> {
+    template <typename Element, bool kTransposed>
+    static __device__ __forceinline__ void run(float (&sums)[24][4], uint64_t a, uint64_t b, int add_flag) {
+        TILERANK_WGMMA("m64n192k16",
+                       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+                       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+                       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95",
+                       "%96, %97", "%98", "%99",
+                       TILERANK_SUMS(sums[0]), TILERANK_SUMS(sums[1]),
+                       TILERANK_SUMS(sums[2]), TILERANK_SUMS(sums[3]),
+                       TILERANK_SUMS(sums[4]), TILERANK_SUMS(sums[5]),
+                       TILERANK_SUMS(sums[6]), TILERANK_SUMS(sums[7]),
+                       TILERANK_SUMS(sums[8]), TILERANK_SUMS(sums[9]),
+                       TILERANK_SUMS(sums[10]), TILERANK_SUMS(sums[11]),
+                       TILERANK_SUMS(sums[12]), TILERANK_SUMS(sums[13]),
+                       TILERANK_SUMS(sums[14]), TILERANK_SUMS(sums[15]),
+                       TILERANK_SUMS(sums[16]), TILERANK_SUMS(sums[17]),
+                       TILERANK_SUMS(sums[18]), TILERANK_SUMS(sums[19]),
+                       TILERANK_SUMS(sums[20]), TILERANK_SUMS(sums[21]), TILERANK_SUMS(sums[22]), TILERANK_SUMS(sums[23]));
     }
 };
 

@@ -8,148 +8,19 @@
 // of them at every length: under a sanitizer a case takes a hundred times longer. Exit code 1 when a value is wrong, 2 for
 // bad arguments.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <map>
-#include <string>
-#include <vector>
 
-#include "tilerank.h"
-
-#if defined(TILERANK_DRIVER_CUDA)
-#include <cuda_runtime.h>
-#endif
+#include "driver.h"
 
 namespace {
 
-[[noreturn]] void stop(const char* what, const char* why) {
-    std::fprintf(stderr, "driver: %s: %s\n", what, why);
-    std::exit(2);
-}
-
-// ---- Memory where the variants run: the GPU's, or the CPU's when the CUDA sources were built for it ----
-
-#if defined(TILERANK_DRIVER_CUDA)
-void check_cuda(cudaError_t error, const char* what) {
-    if (error != cudaSuccess) stop(what, cudaGetErrorString(error));
-}
-void* allocate(size_t bytes) {
-    void* pointer = nullptr;
-    check_cuda(cudaMalloc(&pointer, bytes), "cudaMalloc");
-    return pointer;
-}
-void release(void* pointer) { check_cuda(cudaFree(pointer), "cudaFree"); }
-void copy_in(void* to, const void* from, size_t bytes) {
-    check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
-}
-void copy_out(void* to, const void* from, size_t bytes) {
-    check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
-}
-int device_sm() {
-    int major = 0;
-    int minor = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "cudaDeviceGetAttribute");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "cudaDeviceGetAttribute");
-    return 10 * major + minor;
-}
-#else
-void* allocate(size_t bytes) { return std::malloc(bytes); }
-void release(void* pointer) { std::free(pointer); }
-void copy_in(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-void copy_out(void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); }
-int device_sm() { return 1000; }
-#endif
-
-// A copy of `bytes` in the variants' memory, exactly as large, freed at the end of its scope. Null when empty.
-class DeviceBuffer {
-  public:
-    template <typename Element>
-    explicit DeviceBuffer(const std::vector<Element>& content) : bytes_(content.size() * sizeof(Element)) {
-        if (bytes_ == 0) return;
-        pointer_ = allocate(bytes_);
-        copy_in(pointer_, content.data(), bytes_);
-    }
-    ~DeviceBuffer() {
-        if (pointer_ != nullptr) release(pointer_);
-    }
-    DeviceBuffer(const DeviceBuffer&) = delete;
-    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-    void* get() const { return pointer_; }
-    template <typename Element>
-    void read(std::vector<Element>* into) const {
-        if (bytes_ > 0) copy_out(into->data(), pointer_, bytes_);
-    }
-
-  private:
-    void* pointer_ = nullptr;
-    size_t bytes_;
-};
-
-// ---- Elements ----
-
-using Bytes = std::vector<uint8_t>;
-
-size_t element_size(int dtype) { return dtype == TILERANK_FP32 ? 4 : 2; }
-
-// Writes a number that every dtype holds exactly (eighths of small magnitude, infinities, NaN).
-void put(Bytes* bytes, int dtype, size_t at, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (dtype == TILERANK_FP32) {
-        std::memcpy(bytes->data() + 4 * at, &bits, 4);
-        return;
-    }
-    uint16_t narrow = static_cast<uint16_t>(bits >> 16);  // bf16
-    if (dtype == TILERANK_FP16) {
-        const uint32_t exponent = bits >> 23 & 255;
-        const uint32_t fraction = bits >> 13 & 1023;
-        narrow = static_cast<uint16_t>((bits >> 16 & 0x8000) | (exponent == 255 ? 0x7c00 | fraction
-                                                                : exponent == 0 ? 0
-                                                                                : (exponent - 112) << 10 | fraction));
-    }
-    std::memcpy(bytes->data() + 2 * at, &narrow, 2);
-}
-
-float get(const Bytes& bytes, int dtype, size_t at) {
-    uint32_t bits = 0;
-    if (dtype == TILERANK_FP32) {
-        std::memcpy(&bits, bytes.data() + 4 * at, 4);
-    } else {
-        uint16_t narrow;
-        std::memcpy(&narrow, bytes.data() + 2 * at, 2);
-        if (dtype == TILERANK_FP16) {
-            const int exponent = narrow >> 10 & 31;
-            const float fraction = static_cast<float>(narrow & 1023);
-            const float sign = narrow & 0x8000 ? -1.0f : 1.0f;
-            if (exponent == 31) return fraction == 0 ? sign * INFINITY : NAN;
-            return sign * std::ldexp(exponent == 0 ? fraction : 1024 + fraction, (exponent == 0 ? 1 : exponent) - 25);
-        }
-        bits = static_cast<uint32_t>(narrow) << 16;
-    }
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-struct Random {
-    uint64_t state;
-    uint32_t next() {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<uint32_t>(state >> 33);
-    }
-};
+// ---- Cases ----
 
 Bytes random_values(Random* random, int dtype, size_t count) {
     Bytes bytes(count * element_size(dtype));
     for (size_t i = 0; i < count; ++i) put(&bytes, dtype, i, static_cast<float>(random->next() % 33) / 8.0f - 2.0f);
     return bytes;
 }
-
-// ---- Cases ----
 
 struct Case {
     int dtype;
@@ -161,11 +32,9 @@ struct Case {
     int queries;  // a padded sequence's; a packed one has as many as keys
 };
 
-constexpr const char* kDtypeNames[] = {"fp32", "fp16", "bf16"};
 // Above these a result is wrong, not merely rounded: values are at most 2, sums are kept in fp32, weights and results
 // may each be rounded to the dtype once (2^-11 and 2^-8 relative).
 constexpr double kTolerances[] = {1e-5, 4e-3, 3e-2};
-constexpr size_t kGuard = 64;  // elements behind out that no kernel may touch
 
 std::string describe(const Case& c) {
     std::string text = kDtypeNames[c.dtype];
@@ -355,24 +224,6 @@ std::vector<Case> sample_of(const std::vector<Case>& cases, size_t number, size_
     return sample;
 }
 
-struct Tally {
-    int cases = 0;
-    int wrong = 0;
-    double worst[3] = {0, 0, 0};
-};
-
-std::vector<int> parse_lengths(const char* text) {
-    std::vector<int> lengths;
-    for (const char* at = text; *at != '\0';) {
-        char* end = nullptr;
-        const long value = std::strtol(at, &end, 10);
-        if (end == at || value < 0 || value > 65536) stop("--lengths", "expected numbers from 0 to 65536, like 0,1,33");
-        lengths.push_back(static_cast<int>(value));
-        at = *end == ',' ? end + 1 : end;
-    }
-    return lengths;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -426,11 +277,7 @@ int main(int argc, char** argv) {
                         stop("reference", tilerank_last_error());
                     }
                 }
-                Tally& tally = tallies[row->name];
-                const double error = run_case(row->name, c, &problem, answer);
-                ++tally.cases;
-                tally.wrong += std::isinf(error);
-                if (!std::isinf(error) && error > tally.worst[c.dtype]) tally.worst[c.dtype] = error;
+                tallies[row->name].add(c.dtype, run_case(row->name, c, &problem, answer));
             }
         }
     }
@@ -438,8 +285,7 @@ int main(int argc, char** argv) {
     int wrong = 0;
     for (const tilerank_variant* row : rows) {
         const Tally& tally = tallies[row->name];
-        std::printf("%s: %d cases, %d wrong, largest difference from the reference: fp32 %.3g, fp16 %.3g, bf16 %.3g\n",
-                    row->name, tally.cases, tally.wrong, tally.worst[0], tally.worst[1], tally.worst[2]);
+        tally.print(row->name);
         wrong += tally.wrong;
     }
     return wrong == 0 ? 0 : 1;

@@ -151,18 +151,21 @@ class FastEncoder:
 
 
 def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
-    """Runs of texts of nearly as many characters each, as many as keep the threads busy."""
+    """Runs of texts of nearly as many characters each: no more of them than threads, unless that makes them too long.
+
+    A call waits for the interpreter's lock at its end, and one call too many would begin when the others have ended.
+    """
     total = sum(map(len, texts)) + _SEPARATOR_LENGTH * len(texts)
-    # One call for each thread: a call waits for the interpreter's lock at its end, so that more of them take longer.
-    most = min(_AT_ONCE, max(_SMALLEST_PART, -(-total // threads())))
+    count = max(min(threads(), total // _SMALLEST_PART), -(-8 * total // (7 * _AT_ONCE)), 1)
     parts: list[Sequence[str]] = []
-    first, size = 0, 0
+    first, size, before, number = 0, 0, 0, 0
     for index, text in enumerate(texts):
         length = len(text) + _SEPARATOR_LENGTH
-        if index > first and size + length > most:
+        own = (2 * before + length) * count // (2 * total)  # of the part in which its middle lies
+        if index > first and (own > number or size + length > _AT_ONCE):
             parts.append(texts[first:index])
             first, size = index, 0
-        size += length
+        size, before, number = size + length, before + length, own
     parts.append(texts[first:])
     return parts
 

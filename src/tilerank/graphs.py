@@ -59,6 +59,7 @@ class GraphCache:
         self._lock = threading.Lock()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
+        self._holds: torch.Tensor | None = None  # values of the batch on the device that lies in the input
         largest = packing.size_of(_rounded(most_tokens + 1), MOST_SEQUENCES)
         self._input = torch.zeros(largest, dtype=torch.int32, device=device)
         self._side = torch.cuda.Stream(device)
@@ -74,8 +75,9 @@ class GraphCache:
     def run(self, batch: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """The body's result for a batch; one that was filled up to its bucket is replayed.
 
-        The batch may be in pinned memory and goes from there to where the graphs read it. The result's first rows go
-        into ``out`` where that is given, which may be in pinned memory too: the copy is enqueued, not waited for.
+        The batch may be in pinned memory and goes from there to where the graphs read it; one on the device that ran
+        last is there already, and so may not be written to. The result's first rows go into ``out`` where that is
+        given, which may be in pinned memory too: the copy is enqueued, not waited for.
         """
         key = (batch.tokens, batch.sequences)
         if batch.longest > self._longest or self.bucket(batch.used_tokens, batch.used_sequences) != key:
@@ -90,7 +92,9 @@ class GraphCache:
             # On one stream replays are in order by themselves. (A stream calls itself equal to None and unequal to it.)
             if last is not None and last != stream:
                 stream.wait_stream(last)
-            self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
+            if self._holds is not batch.values:
+                self._input[: len(batch.values)].copy_(batch.values, non_blocking=True)
+                self._holds = batch.values if batch.values.is_cuda else None
             graph = self._graphs.pop(key, None) or self._capture(batch)
             self._graphs[key] = graph
             if len(self._graphs) > MOST_GRAPHS:

@@ -34,16 +34,16 @@ class Outcome:
     tally: Tally | None = None  # None also where a finding stopped the program before its end
 
 
-def check_variant(row: Row, capabilities: tuple[int, ...]) -> dict[str, Any]:
-    """The record of a CUDA row on GPUs of these compute capabilities (times ten); see `record_of`.
+def check_variant(row: Row, capabilities: tuple[int, ...], operation: str = "attention") -> dict[str, Any]:
+    """The record of a CUDA row of that operation on GPUs of these compute capabilities (times ten); see `record_of`.
 
     Raises:
         TilerankError: the library or the driver cannot be built.
     """
-    program = driver.build_driver(build.Target("cuda", build.archs_for(capabilities)))
-    jobs: dict[str, Callable[[str], Outcome]] = {tool: partial(_under, program, row.name) for tool in TOOLS}
-    jobs["native"] = lambda check: Outcome(check, tally=driver.run_driver(program, row.name))
-    jobs |= {f"ptx_{arch}": partial(_from_ptx, row, arch, min(capabilities)) for arch in PTX_ARCHS}
+    program = driver.build_driver(build.Target("cuda", build.archs_for(capabilities)), operation)
+    jobs: dict[str, Callable[[str], Outcome]] = {tool: partial(_under, program, row, operation) for tool in TOOLS}
+    jobs["native"] = lambda check: Outcome(check, tally=driver.run_driver(program, row.name, operation))
+    jobs |= {f"ptx_{arch}": partial(_from_ptx, row, operation, arch, min(capabilities)) for arch in PTX_ARCHS}
     with ThreadPoolExecutor(len(jobs)) as pool:
         outcomes = list(pool.map(_outcome, jobs, jobs.values()))
     return record_of([_without_verdict(outcome) for outcome in outcomes] if row.products == "tf32" else outcomes)
@@ -65,22 +65,22 @@ def _outcome(check: str, job: Callable[[str], Outcome]) -> Outcome:
         return Outcome(check, reason=str(error))
 
 
-def _under(program: Path, variant: str, tool: str) -> Outcome:
-    findings, printed = run_sanitizer(tool, [program, "--variant", variant, "--sample"])
+def _under(program: Path, row: Row, operation: str, tool: str) -> Outcome:
+    findings, printed = run_sanitizer(tool, [*driver.command(program, row.name, operation), "--sample"])
     try:
-        return Outcome(tool, findings=findings, tally=driver.parse_tally(printed, variant))
+        return Outcome(tool, findings=findings, tally=driver.parse_tally(printed, row.name))
     except TilerankError:
         if findings.count == 0:  # clean, but of what?
             raise
         return Outcome(tool, findings=findings)
 
 
-def _from_ptx(row: Row, arch: int, device: int, check: str) -> Outcome:
+def _from_ptx(row: Row, operation: str, arch: int, device: int, check: str) -> Outcome:
     reason = driver.refusal(row, arch, device)
     if reason is not None:
         raise TilerankError(reason)
-    program = driver.build_driver(build.Target("cuda", f"{arch}-virtual"))
-    return Outcome(check, tally=driver.run_driver(program, row.name))
+    program = driver.build_driver(build.Target("cuda", f"{arch}-virtual"), operation)
+    return Outcome(check, tally=driver.run_driver(program, row.name, operation))
 
 
 def record_of(outcomes: list[Outcome]) -> dict[str, Any]:

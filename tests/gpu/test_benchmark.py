@@ -70,7 +70,7 @@ def test_the_captured_library_keeps_what_it_reads(
     """Its first tokens, bounds and joined weights are nobody else's: freed, they would be overwritten here."""
     monkeypatch.setattr(torch, "compile", lambda module: module)
     model = load_model(write_tiny_bert(tmp_path / "m"), "cross-encoder", torch.float32, "sdpa").cuda()
-    tokens = seed_tokens(90, [9, 30, 4, 17])
+    tokens = seed_tokens(model.config.vocab_size, [9, 30, 4, 17])
     shape = (60, 4)
     values = torch.empty(packing.size_of(*shape), dtype=torch.int32)
     packing.fill(values.numpy(), tokens, np.arange(4), shape, with_types=True, positions_from=0)

@@ -145,3 +145,23 @@ def test_which_code_runs_where() -> None:
     assert driver.refusal(naive, 80, 75) == "this device has compute capability 7.5, below 8.0"
     newer = dataclasses.replace(naive, min_sm=80)
     assert driver.refusal(newer, 75, 90) == "the variant needs compute capability 8.0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "name", "length"), [("layernorm", "vectorized", "384"), ("block", "two_launches", "33")]
+)
+def test_the_other_operations_drivers_can_pass_and_fail(operation: str, name: str, length: str, tmp_path: Path) -> None:
+    """Variances that are a third too large are seen in either."""
+    source = copy_with_rows(tmp_path, "reference", **{operation: name})
+    for is_right in (True, False):
+        program = driver.build_driver(build.Target("host"), operation, source=source, cache_folder=tmp_path / "cache")
+        command = [*driver.command(program, name, operation), "--lengths", length, "--sample"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        tally = driver.parse_tally(answer.stdout, name)
+        assert answer.returncode == (0 if is_right else 1), answer.stderr
+        assert (tally.wrong == 0) is is_right
+        for header in ("common/block.cuh", "layernorm/03_vectorized.cu"):
+            text = (source / header).read_text(encoding="utf-8")
+            assert "+ epsilon)" in text
+            (source / header).write_text(text.replace("+ epsilon)", "* 1.3f + epsilon)"), encoding="utf-8")

@@ -123,10 +123,11 @@ class Counted:
 def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = copy.copy(encoder)
     counted._fast = fast = Counted(encoder._fast)
-    monkeypatch.setattr(fast_tokens, "threads", lambda: 4)
+    monkeypatch.setattr(fast_tokens, "threads", lambda: 8)
     assert len(counted.encode(["the cell " * 200] * 36)) == 36
     assert sum(fast.lengths) == 36 * (1800 + len("[PAD]"))
-    assert len(fast.lengths) == 4, "a call for each thread"
+    assert len(fast.lengths) == 8, "a call for each thread"
+    assert max(fast.lengths) < 1.5 * min(fast.lengths)
     fast.lengths.clear()
     assert len(counted.encode(["the cell " * 200] * 400)) == 400
     assert max(fast.lengths) < fast_tokens.LONGEST / 4

@@ -64,8 +64,8 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Findings, str] | E
         return answer
 
     monkeypatch.setattr(kernel_checks, "run_sanitizer", run_sanitizer)
-    monkeypatch.setattr(driver, "build_driver", lambda target: Path(target.archs))
-    monkeypatch.setattr(driver, "run_driver", lambda program, variant: Tally(44, int(program == Path("80-virtual"))))
+    monkeypatch.setattr(driver, "build_driver", lambda target, operation: Path(target.archs))
+    monkeypatch.setattr(driver, "run_driver", lambda program, *_: Tally(44, int(program == Path("80-virtual"))))
     return answers
 
 
@@ -81,7 +81,7 @@ def test_every_tool_and_architecture_is_asked(tools: dict[str, object]) -> None:
 def test_a_lossy_row_is_not_held_to_the_bound_of_the_others(
     tools: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "run_driver", lambda program, variant: Tally(44, 40))
+    monkeypatch.setattr(driver, "run_driver", lambda *_: Tally(44, 40))
     lossy = dataclasses.replace(NAIVE, products="tf32", auto=False)
     record = kernel_checks.check_variant(lossy, (90,))
     assert "failure" not in record
@@ -126,7 +126,7 @@ def test_code_that_the_variant_or_the_device_lacks_is_told(tools: dict[str, obje
 def test_a_driver_that_cannot_be_built_stops_the_stage(
     tools: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(target: object) -> Path:
+    def fails(target: object, operation: str) -> Path:
         raise TilerankError("needs nvcc")
 
     monkeypatch.setattr(driver, "build_driver", fails)

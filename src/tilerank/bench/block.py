@@ -288,7 +288,7 @@ def rows_record(lengths: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[str,
 
 def kernel_pattern(row: registry.Row) -> str:
     """What the demangled name of every kernel of a block row contains."""
-    return rf"tilerank::({row.name}|block_mma|block_hopper)::"
+    return rf"tilerank::({row.name}|block_mma|block_hopper|block_wide)::"
 
 
 def shape_record(ours: Row, peers: Sequence[Row]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The driver, ``cuda/tests/driver.cc``: every variant against the reference in one small program, without Python.
+"""The drivers, ``cuda/tests/*driver.cc``: every variant against the reference in one small program, without Python.
 
 compute-sanitizer runs it. By itself it also runs on libraries that hold nothing but PTX of an older architecture, which
 CUDA compiles for the GPU at hand: code of that architecture, checked without a GPU of that age.
@@ -18,7 +18,10 @@ from tilerank.kernels import build, registry
 RUN_LIMIT_S = 300.0
 """A run of one variant takes seconds."""
 
-_SOURCE = Path("tests") / "driver.cc"
+OPERATIONS = {"attention": "driver.cc", "block": "block_driver.cc", "layernorm": "block_driver.cc"}
+"""The operations that have one, and where it is."""
+
+_FOLDER = Path("tests")
 _TALLY = re.compile(r"^(?P<variant>\w+): (?P<cases>\d+) cases, (?P<wrong>\d+) wrong, ", re.MULTILINE)
 
 
@@ -39,11 +42,18 @@ def parse_tally(text: str, variant: str) -> Tally:
     raise TilerankError(f"the driver ran no case of {variant}: {said[-1] if said else 'it printed nothing'}")
 
 
-def build_driver(target: build.Target, *, source: Path | None = None, cache_folder: Path | None = None) -> Path:
-    """The driver over the library for ``target``, built unless the cache has it.
+def build_driver(
+    target: build.Target,
+    operation: str = "attention",
+    *,
+    source: Path | None = None,
+    cache_folder: Path | None = None,
+) -> Path:
+    """The driver of an operation over the library for ``target``, built unless the cache has it.
 
     Args:
         target: the library that it calls.
+        operation: one of `OPERATIONS`.
         source: the ``cuda/`` folder to build; this installation's by default.
         cache_folder: where to keep the result; `build.cache_dir()` by default.
 
@@ -52,7 +62,9 @@ def build_driver(target: build.Target, *, source: Path | None = None, cache_fold
     """
     source = (source or registry.cuda_dir()).resolve()
     library = build.build(target, source=source, cache_folder=cache_folder)
-    digest = build.digest_of((source / _SOURCE).read_bytes(), library.build_id.encode())
+    code = source / _FOLDER / OPERATIONS[operation]
+    shared = (source / _FOLDER / "driver.h").read_bytes()
+    digest = build.digest_of(code.read_bytes(), shared, library.build_id.encode())
     folder = library.path.parent / f"driver-{digest[:16]}"
     program = folder / "driver"
     if program.exists():
@@ -70,7 +82,7 @@ def build_driver(target: build.Target, *, source: Path | None = None, cache_fold
         # Beside the program, wherever that is; -Xlinker is how both compilers hand it on.
         options += ["-Xlinker", "-rpath", "-Xlinker", "$ORIGIN"]
         answer = subprocess.run(
-            [*compiler, "-o", made / program.name, source / _SOURCE, *options],
+            [*compiler, "-o", made / program.name, code, *options],
             capture_output=True,
             text=True,
             check=False,
@@ -88,11 +100,17 @@ def build_driver(target: build.Target, *, source: Path | None = None, cache_fold
     return program
 
 
-def run_driver(program: Path, variant: str) -> Tally:
+def command(program: Path, variant: str, operation: str = "attention") -> list[str | Path]:
+    """What runs every case of ``variant``."""
+    which = [] if operation == "attention" else ["--operation", operation]
+    return [program, *which, "--variant", variant]
+
+
+def run_driver(program: Path, variant: str, operation: str = "attention") -> Tally:
     """Run every case of ``variant``; `TilerankError` with the program's last line when it did not get that far."""
     try:
         answer = subprocess.run(
-            [program, "--variant", variant], capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S
+            command(program, variant, operation), capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
         raise TilerankError(f"the driver did not end within {RUN_LIMIT_S:.0f} s") from error

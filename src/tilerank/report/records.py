@@ -23,7 +23,9 @@ SECTIONS = (
         "block",
         "block_lengths",
         "block_rows",
+        "block_checks",
         "layernorm",
+        "layernorm_checks",
         "bert_large",
         "micro",
         "tensorflow",
@@ -38,7 +40,7 @@ DERIVED = {"attention": ("ladder", "rungs")}
 
 PER_VARIANT = (
     *("bench_attention_", "build_kernels_", "check_kernels_", "profile_kernels_"),
-    *("build_block_", "build_layernorm_"),
+    *("build_block_", "build_layernorm_", "check_block_", "check_layernorm_"),
 )
 """What the names of records begin with that belong to one variant."""
 
