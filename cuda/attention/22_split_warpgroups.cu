@@ -1,6 +1,6 @@
 // Split warpgroups: one block a multiprocessor with an equal part of all 64-row units, whose warps do one thing each.
-// Three split the keys of a (sequence, head) pair, once for all its units, into a ring that holds whole pairs; one
-// deals out units; three warpgroups compute, each alone, without a barrier between them.
+// One has the copy engine bring the keys of a (sequence, head) pair, once for all its units, into a ring that holds whole
+// pairs, and deals out units; three split them; three warpgroups compute, each alone, without a barrier between them.
 // Prediction: 70 us packed, from 120. A tile of 64 rows x 64 keys takes each scheduler 320 instructions in the groups
 //   and 50 for splitting instead of 590; at 0.6 instructions a cycle 60 us, and 10 us for start and end.
 // Answer: metrics/<machine>/bench_attention_split_warpgroups.json and docs/ladder.md.
@@ -17,21 +17,21 @@ constexpr int kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kUnitRows = kGroupWarps * 16;
 constexpr int kSteps = kChunkKeys / 16;
 
-// Warpgroups that compute, beside the one that splits. Scores, weights, sums and queries take 112 registers of theirs;
-// a block has 65,536, in eights a thread.
+// Warpgroups that compute, beside the one that brings and splits. Scores, weights, sums and queries take 112 registers
+// of theirs; a block has 65,536, in eights a thread.
 constexpr int kGroups = 3;
 constexpr int kRegisters = 144;
 constexpr int kSplitRegisters = 80;
-constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
 static_assert(kGroupThreads * (kGroups * kRegisters + kSplitRegisters) <= registers_at_start(kThreads));
-constexpr int kSplitThreads = kGroupThreads - kWarpSize;  // the last warp deals out the units
+constexpr int kChunks = 12;  // of the ring: a panel of keys and one of values each, 192 of 227 KB
 constexpr int kResident = 8;
+constexpr int kCost = 2;     // of a unit's begin and end, in chunks, as kUnitCost
 constexpr int kQueryPitch = kD + 8;  // a warp's reads of 8 bytes then meet no bank twice
 using Queries = float[kUnitRows][kQueryPitch];
 using Passes32 = Passes<kUnitRows, kGroups, kResident>;
 
-using Ring = PanelRing<2, kChunks, kSplitThreads>;
+using Ring = PanelRing<kChunks, kGroupWarps - 1>;
 
 // What the warps of a block share.
 struct Shared {
@@ -92,8 +92,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     uint32_t low[kSteps][4] = {};
     SplitQueries<kD> q;
 
-    const auto issue_scores = [&](int slot) {
-        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize));
+    const auto issue_scores = [&](uint32_t panel) {
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kChunkKeys, false>(scores, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -109,8 +108,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     };
     // Of one tile, small products first again. Tensor cores cut off what does not fit a sum, always towards zero, which
     // adds up over many tiles: these join the sums of all by an addition that rounds to the nearest.
-    const auto issue_tile_sums = [&](int slot) {
-        const uint32_t panel = warp_register(ring + slot * (2 * kPanelSize) + kPanelSize);
+    const auto issue_tile_sums = [&](uint32_t panel) {
         const auto multiply = [&](const uint32_t (&a)[4], int offset, int add) {
             wgmma_k16<__half, kD, true>(tile_sums, a, tile_descriptor<128>(panel + offset, 1), add);
         };
@@ -123,11 +121,11 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         for (int step = 0; step < kSteps; ++step) multiply(high[step], step * 128, 1);
         wgmma_commit();
     };
-    const auto add_tile_sums = [&] {
+    const auto add_tile_sums = [&](float v_unit) {
 #pragma unroll
         for (int column = 0; column < kD / 8; ++column) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[column][i] += tile_sums[column][i];
+            for (int i = 0; i < 4; ++i) sums[column][i] += tile_sums[column][i] * v_unit;
         }
     };
     // A chunk's place and turn in the ring.
@@ -189,36 +187,26 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     };
 
     prepare(0);
-    {
-        const Task& first = queues.look(group, 0);
-        skip({0, 0}, uniform(first.chunk));
-        if (uniform(first.tiles) == 0) return;
-        use_queries();
-        const At at = place_of(first);
-        wait_for(at);
-        wgmma_fence();
-        issue_scores(at.slot);
-    }
+    int passed = 0;     // chunks that this group has given back
+    At after = {0, 0};  // the one behind them
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
-        prepare(turn + 1);
         const Task& task = queues.look(group, turn);
         const int tiles = uniform(task.tiles);
+        const int chunk = uniform(task.chunk);
+        skip(after, chunk - passed);
+        passed = max(passed, chunk);
+        if (tiles == 0) return;
+        use_queries();
         const int whole_tiles = uniform(task.whole_tiles);
         const bool is_last = uniform(task.is_last) != 0;
         const int first_row = first_row_of(task);
         const bool exists = first_row < uniform(task.rows);
         At at = place_of(task);
-        const int v_field = shared.ring.notes[at.slot].v_field;
-        float unit[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int k_field = shared.ring.notes[at.slot].k_field;
-            unit[half] = fmaxf(q.inverse[half] * inverse_power_of_two(k_field), 0x1p-126f);
-        }
-        const float largest_unit = fmaxf(unit[0], unit[1]);
+        after = at;
         // As in Trust.
-        bool broken = q.untrusted || !(largest_unit <= 0x1p60f) || (q.wide && largest_unit > 0x1p-18f);
+        const float most_unit = q.wide ? 0x1p-18f : 0x1p60f;
+        bool broken = q.untrusted;
         SplitSoftmax<10, 11> softmax[2];
         bool is_steep = false;
 #pragma unroll
@@ -230,46 +218,25 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 #pragma unroll 1
         for (int tile = 0;; ++tile) {
             const bool is_last_tile = tile + 1 == tiles;
-            At following = at;
-            following.advance();
-            broken = broken || shared.ring.notes[at.slot].misfit == task.chunk + tile + 1;
-            if (!is_last_tile) wait_for(following);
+            const uint32_t panel = warp_register(ring + at.slot * (2 * kPanelSize));
+            wait_for(at);
+            const uint4 notes = load_vector<uint4>(&shared.ring.notes[at.slot]);
+            wgmma_fence();
+            issue_scores(panel);
+            if (tile == 0) prepare(turn + 1);  // behind the products
             wgmma_wait<0>();
-            if (tile > 0) {
-                add_tile_sums();
-                if (is_last) give_back({(at.slot == 0 ? kChunks : at.slot) - 1, 0});
+            float unit[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                unit[half] = fmaxf(q.inverse[half] * __uint_as_float(notes.x), 0x1p-126f);
             }
+            broken = broken || notes.z == static_cast<unsigned>(chunk + tile + 1) ||
+                     !(fmaxf(unit[0], unit[1]) <= most_unit);
             if (exists) {
-                const bool is_whole = tile < whole_tiles;
-                const int most_seen = min(task.k_len, task.causal_keys + first_row + 15) - tile * kChunkKeys;
                 float tile_sum[2];
-                // The weights of the keys that a row of the warp sees (kWhole: all of them), and their sums.
-                const auto weigh = [&](auto whole) {
-                    constexpr bool kWhole = decltype(whole)::value;
-                    tile_sum[0] = tile_sum[1] = 0.0f;
-#pragma unroll
-                    for (int step = 0; step < kSteps; ++step) {
-                        if (!kWhole && step * 16 >= most_seen) {
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) high[step][i] = low[step][i] = 0;
-                            continue;
-                        }
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int half = i % 2;
-                            const Fragment& score = scores[step * 2 + i / 2];
-                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
-                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
-                            tile_sum[half] += one + other;
-                            const SplitPair terms = split(one, other);
-                            high[step][i] = terms.high;
-                            low[step][i] = terms.low;
-                        }
-                    }
-                };
                 bool looks_for_max = tile == 0 || is_steep;
                 while (true) {
-                    if (!is_whole) {
+                    if (tile >= whole_tiles) {
                         int sees[2];
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
@@ -294,10 +261,20 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                             }
                         }
                     }
-                    if (is_whole) {
-                        weigh(std::true_type{});
-                    } else {
-                        weigh(std::false_type{});
+                    tile_sum[0] = tile_sum[1] = 0.0f;
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int half = i % 2;
+                            const Fragment& score = scores[step * 2 + i / 2];
+                            const float one = exp2_approx(score[half * 2] * unit[half] - softmax[half].reference);
+                            const float other = exp2_approx(score[half * 2 + 1] * unit[half] - softmax[half].reference);
+                            tile_sum[half] += one + other;
+                            const SplitPair terms = split(one, other);
+                            high[step][i] = terms.high;
+                            low[step][i] = terms.low;
+                        }
                     }
                     const bool fits = tile_sum[0] <= kLargestSum && tile_sum[1] <= kLargestSum;
                     if (looks_for_max || __all_sync(kFullMask, fits)) break;
@@ -308,83 +285,75 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                 softmax[1].sum += tile_sum[1];
             }
             wgmma_fence();
-            issue_tile_sums(at.slot);
+            issue_tile_sums(panel + kPanelSize);
+            wgmma_wait<0>();
+            add_tile_sums(__uint_as_float(notes.y));
             if (is_last_tile) break;
-            at = following;
-            wgmma_fence();
-            issue_scores(at.slot);
+            if (is_last) give_back(at);
+            at.advance();
         }
 
         broken = exists && __any_sync(kFullMask, broken);
         if (broken) {
-            wgmma_wait<0>();
+            const ChunkNotes& notes = shared.ring.notes[at.slot];
+            const HeadView<float> view = head_view<float>(args, notes.sequence, notes.head);
             QueryBlock block;
             block.q = static_cast<const float*>(task.q);
             block.out = static_cast<float*>(task.out);
-            block.k = shared.ring.notes[at.slot].k;
-            block.v = shared.ring.notes[at.slot].v;
+            block.k = view.k;
+            block.v = view.v;
             block.rows = task.rows;
             block.k_len = task.k_len;
             block.causal_keys = task.causal_keys;
             attend_exactly<kD>(args, block, first_row, 16);
         }
-        const Task& next = queues.look(group, turn + 1);
-        const bool has_next = uniform(next.tiles) != 0;
-        const int unused = uniform(next.chunk) - uniform(task.chunk) - tiles;  // chunks between this unit and the next
-        const auto end_sums = [&] {
-            wgmma_wait<0>();
-            add_tile_sums();
-            if (is_last) {
-                give_back(at);
-                at.advance();
-                skip(at, unused);
-            }
-        };
-        const auto store = [&] {
-            if (exists && !broken) {
-                QueryBlock block;
-                block.out = static_cast<float*>(task.out);
-                block.rows = task.rows;
-                store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, v_field, kAligned,
-                                     [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
-            }
-            queues.done(group, turn, lane);
-        };
-        if (!has_next) {
-            end_sums();
-            store();
-            return;
+        if (is_last) {
+            give_back(at);
+            at.advance();
+            after = at;
+            passed = chunk + tiles;
         }
-        use_queries();
-        end_sums();
-        const At first = place_of(next);
-        wait_for(first);
-        wgmma_fence();
-        issue_scores(first.slot);
-        store();
+        if (exists && !broken) {
+            QueryBlock block;
+            block.out = static_cast<float*>(task.out);
+            block.rows = task.rows;
+            store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, kBias, kAligned,
+                                 [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
+        }
+        queues.done(group, turn, lane);
     }
 }
 
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ AttentionArgs args, ScoreFactor factor) {
+__global__ void __launch_bounds__(kThreads, 1)
+    kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ PanelMaps maps, ScoreFactor factor) {
     DynamicShared memory;
     const Shared shared = {Ring(memory), memory.take<Queries>(kGroups)};
     const TaskQueues<kGroups> queues(memory);
 
     const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
     const int lane = threadIdx.x % kWarpSize;
-    shared.ring.init(kGroups * kGroupWarps);
+    if (kAligned && threadIdx.x == kThreads - kWarpSize) {
+        prefetch_tensor_map(maps.k);
+        prefetch_tensor_map(maps.v);
+    }
+    shared.ring.init(kGroups * kGroupWarps, kAligned);
     queues.init(kGroupWarps);
     UnitPlace places[2];
-    if (warp >= kGroups * kGroupWarps) find_places<kUnitRows>(args, places, lane);
+    const bool brings = warp + 1 == kThreads / kWarpSize;
+    if (brings) find_places<kUnitRows, kCost>(args, places, lane);
     __syncthreads();
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kSplitRegisters>();
-        const Passes32 passes(args, places);
-        if (warp == kThreads / kWarpSize - 1) {
-            deal<float, kChunks>(passes, queues, lane);
+        if (brings) {
+            const Passes32 passes(args, places);
+            Dealer<float, kChunks, Passes32> dealer(passes, queues);
+            shared.ring.bring(passes, maps, kAligned, lane, [&] {
+                dealer.step(lane);
+                return dealer.is_done;
+            });
         } else {
-            shared.ring.template fill<kAligned>(passes, threadIdx.x % kGroupThreads);
+            shared.ring.split_all(warp % kGroupWarps, lane);
         }
     } else {
         take_registers<kRegisters>();
@@ -392,12 +361,21 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ At
     }
 }
 
+template <bool kAligned>
+tilerank_status launch_for(const AttentionArgs& args, const PanelMaps& maps, void* stream) {
+    constexpr size_t kSharedBytes = Ring::shared_bytes() + DynamicShared::bytes<Queries>(kGroups) +
+                                    TaskQueues<kGroups>::bytes();
+    static_assert(kSharedBytes <= 227 * 1024);
+    const int64_t units = args.batch * args.heads * ((args.q_len + kUnitRows - 1) / kUnitRows);
+    const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), units);
+    return launch_blocks("split_warpgroups", kernel<kAligned>, blocks, kThreads, kSharedBytes, stream, args, maps,
+                         score_factor(args));
+}
+
 }  // namespace split_warpgroups
 
 tilerank_status attention_split_warpgroups(const AttentionArgs& args, void*, void* stream) {
     using namespace split_warpgroups;
-    constexpr size_t kSharedBytes =
-        Ring::shared_bytes() + DynamicShared::bytes<Queries>(kGroups) + TaskQueues<kGroups>::bytes();
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
         return refuse(TILERANK_UNSUPPORTED,
@@ -405,10 +383,9 @@ tilerank_status attention_split_warpgroups(const AttentionArgs& args, void*, voi
                       static_cast<long long>(args.batch), static_cast<long long>(args.heads),
                       static_cast<long long>(args.q_len), static_cast<long long>(kMost));
     }
-    const int64_t units = args.batch * args.heads * ((args.q_len + kUnitRows - 1) / kUnitRows);
-    const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), units);
-    return launch_blocks("split_warpgroups", rows_aligned_16(args) ? kernel<true> : kernel<false>, blocks, kThreads,
-                         kSharedBytes, stream, args, score_factor(args));
+    PanelMaps maps = {};
+    return rows_aligned_16(args) && make_panel_maps(&maps, args) ? launch_for<true>(args, maps, stream)
+                                                                 : launch_for<false>(args, maps, stream);
 }
 
 }  // namespace tilerank

@@ -67,11 +67,11 @@ struct SequenceCost {
     double all;  // of all heads
 };
 
-template <int kUnitRows>
+template <int kUnitRows, int kCost>
 __device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args, const SequencePlace& place) {
     const int keys = args.causal ? min(place.q_len, place.k_len) / 2 : place.k_len;
     SequenceCost cost;
-    cost.unit = (keys + kChunkKeys - 1) / kChunkKeys + kUnitCost;
+    cost.unit = (keys + kChunkKeys - 1) / kChunkKeys + kCost;
     cost.pair = (place.q_len + kUnitRows - 1) / kUnitRows * cost.unit;
     cost.all = static_cast<double>(args.heads) * cost.pair;
     return cost;
@@ -79,7 +79,7 @@ __device__ __forceinline__ SequenceCost sequence_cost(const AttentionArgs& args,
 
 // Where the part of `block` of `blocks` begins and ends: places[0] and places[1]. By one warp. Its code is short,
 // because every block waits for it, with no instruction in any cache yet.
-template <int kUnitRows>
+template <int kUnitRows, int kCost = kUnitCost>
 __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane, int block,
                                             int blocks) {
     const int batch = static_cast<int>(args.batch);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
         for (int first = 0; first < batch; first += kWarpSize) {
             SequencePlace at = {0, 0, 0, 0};
             if (first + lane < batch) at = sequence_place(args, first + lane);
-            const double own = sequence_cost<kUnitRows>(args, at).all;
+            const double own = sequence_cost<kUnitRows, kCost>(args, at).all;
             double end = own;
 #pragma unroll
             for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
                 const double rest = target - __shfl_sync(kFullMask, end - own, source);
                 const SequencePlace there = {0, __shfl_sync(kFullMask, at.q_len, source), 0,
                                              __shfl_sync(kFullMask, at.k_len, source)};
-                const SequenceCost cost = sequence_cost<kUnitRows>(args, there);
+                const SequenceCost cost = sequence_cost<kUnitRows, kCost>(args, there);
                 const int head = static_cast<int>(__fdividef(static_cast<float>(rest), static_cast<float>(cost.pair)));
                 const float in_pair = static_cast<float>(rest - head * cost.pair);
                 const int unit = static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))));
@@ -132,17 +132,19 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
 }
 
 // The same where every block works on its own part.
-template <int kUnitRows>
+template <int kUnitRows, int kCost = kUnitCost>
 __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace (&places)[2], int lane) {
-    find_places<kUnitRows>(args, places, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    find_places<kUnitRows, kCost>(args, places, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
 // ---- Walking a block's part ----
 
 // Units of one pair whose chunks go through the ring once: all that the block has of it where the chunks fit (kResident
 // of them), else one for each worker.
-template <int kUnitRows, int kWorkers, int kResident>
+template <int kUnitRows, int kWorkers_, int kResident>
 struct Passes {
+    static constexpr int kRows = kUnitRows;
+    static constexpr int kWorkers = kWorkers_;
     const AttentionArgs& args;
     UnitPlace end;
     int sequence;
@@ -357,6 +359,12 @@ struct TaskQueues {
         barrier_arrive(&dealt[at]);
     }
 
+    // Would `put` of that task not wait?
+    __device__ __forceinline__ bool has_room(int ordinal) const {
+        const int turn = ordinal / kWorkers;
+        return barrier_peek(&taken[ordinal % kWorkers * kDepth + turn % kDepth], turn / kDepth % 2 ^ 1);
+    }
+
     // The task with that number among the worker's, where it lies until `done`.
     __device__ __forceinline__ const Task& look(int worker, int turn) const {
         const int at = worker * kDepth + turn % kDepth;
@@ -427,6 +435,66 @@ __device__ __forceinline__ void deal(Passes<kUnitRows, kWorkers, kResident> pass
     task.chunk = passes.chunk;
     if (lane < kWorkers) queues.put(dealt + lane, task);
 }
+
+// The same by a warp that has other work as well: `step` never waits. Each lane deals the next unit of one worker.
+template <typename Element, int kChunks, typename P>
+struct Dealer {
+    P passes;
+    TaskQueues<P::kWorkers> queues;
+    int dealt = 0;
+    int unit = 0;  // of the pass, to be dealt next
+    bool has_pass = false;
+    bool is_done = false;
+
+    __device__ __forceinline__ Dealer(const P& passes, const TaskQueues<P::kWorkers>& queues)
+        : passes(passes), queues(queues) {
+        next_pass();
+    }
+
+    __device__ __forceinline__ void step(int lane) {
+        if (is_done) return;
+        const int count = has_pass ? min(passes.last_unit - unit, P::kWorkers) : P::kWorkers;
+        const bool deals = lane < count;
+        if (!__all_sync(kFullMask, !deals || queues.has_room(dealt + lane))) return;
+        if (deals) queues.put(dealt + lane, task_of(unit + lane));
+        __syncwarp();
+        dealt += count;
+        unit += count;
+        is_done = !has_pass;
+        if (has_pass && unit >= passes.last_unit) next_pass();
+    }
+
+  private:
+    __device__ __forceinline__ void next_pass() {
+        has_pass = passes.next();
+        unit = passes.first_unit;
+    }
+
+    __device__ __forceinline__ Task task_of(int unit) const {
+        Task task = {};
+        task.chunk = passes.chunk;
+        if (!has_pass) return task;
+        const AttentionArgs& args = passes.args;
+        const SequencePlace& place = passes.place;
+        const int row = passes.first_row(unit);
+        task.q = static_cast<const Element*>(args.q) + row_offset(passes.sequence, passes.head, place.q_begin + row,
+                                                                    args.q_batch_stride, args.q_head_stride,
+                                                                    args.q_token_stride);
+        task.out = static_cast<Element*>(args.out) + row_offset(passes.sequence, passes.head, place.q_begin + row,
+                                                                  args.out_batch_stride, args.out_head_stride,
+                                                                  args.out_token_stride);
+        task.rows = min(place.q_len - row, P::kRows);
+        task.k_len = place.k_len;
+        task.causal_keys = args.causal ? row + 1 : kMostKeys16;
+        task.tiles = passes.chunks_of(unit);
+        task.whole_tiles = min(task.k_len, task.causal_keys) / kChunkKeys;
+        task.slot = passes.chunk % kChunks;
+        task.parity = passes.chunk / kChunks % 2;
+        task.is_last = unit + P::kWorkers >= passes.last_unit;
+        task.rotation = passes.head + passes.sequence;
+        return task;
+    }
+};
 
 // ---- Launching ----
 

@@ -57,6 +57,28 @@ __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity 
 #endif
 }
 
+// The same at once: barrier_test may sleep until the phase ends or some time has passed.
+__device__ __forceinline__ bool barrier_peek(uint64_t* barrier, uint32_t parity TILERANK_CALLER) {
+#if defined(TILERANK_HOST_BUILD)
+    return host::barrier_test(barrier, parity, site);
+#elif __CUDA_ARCH__ >= 800
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+#else
+    __trap();
+    return false;
+#endif
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity TILERANK_CALLER) {
 #if defined(TILERANK_HOST_BUILD)
     host::barrier_wait(barrier, parity, site);
