@@ -74,6 +74,16 @@ def column_apart(arrays: Arrays) -> None:
     arrays[1][:, 0, 7] *= np.float32(1e9)
 
 
+def chunk_apart(which: int) -> Callable[[Arrays], None]:
+    """The second 64 tokens of a sequence far above the first."""
+
+    def change(arrays: Arrays) -> None:
+        first = sum(LENGTHS[:2]) + 64
+        arrays[which][first : first + 64] *= np.float32(1e6)
+
+    return change
+
+
 def large_values_of_small_weight(arrays: Arrays) -> None:
     scaled(8, 8, 8)(arrays)
     arrays[2][100] *= np.float32(1e8)
@@ -97,6 +107,8 @@ SIZES = {
     "k apart": tokens_apart(1),
     "v apart": tokens_apart(2),
     "q apart": tokens_apart(0),
+    "later keys apart": chunk_apart(1),
+    "later values apart": chunk_apart(2),
     "column apart": column_apart,
     "large values of small weight": large_values_of_small_weight,
 }
