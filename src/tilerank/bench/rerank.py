@@ -34,10 +34,6 @@ from tilerank.token_cache import TokenCache
 BATCH_SIZES = {"cpu": (8, 32), "cuda": (8, 16, 32, 64)}
 MANY_BATCH_SIZES = {"cpu": (32,), "cuda": (64, 256)}
 
-MOST_ROUNDS = {"cpu": 5, "cuda": 2}
-"""Rounds of all systems on each call, at most. On a GPU peers take nearly all of the time, and calls differ by more
-than repetitions of one do."""
-
 STEP_CALLS = {"cpu": 1, "cuda": 6}
 """Calls that the host paths are timed on."""
 
@@ -231,8 +227,7 @@ def bench_precision(
         ]
         description = f"rerank {precision}, query {number} of {len(calls)}"
         # The check before timing has run every closure once on this call's shapes: nothing is left to warm up.
-        most = min(rounds, MOST_ROUNDS[setup.device])
-        for row in measure(cases, clock, warmup=0, rounds=most, description=description):
+        for row in measure(cases, clock, warmup=0, rounds=rounds, description=description):
             rows[row.name].append(row)
     record = summarise(rows, logs, limits)
     record["batch_sizes"] = sizes
