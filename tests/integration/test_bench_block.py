@@ -109,6 +109,14 @@ def test_bert_with_the_block_swapped_in_is_the_same_model() -> None:
     assert not torch.allclose(swapped(input_ids=ids).last_hidden_state, expected, atol=1e-3)
 
 
+@torch.no_grad()
+def test_what_is_timed_is_the_model() -> None:
+    ids = torch.arange(14).reshape(2, 7)
+    for implementation in ("eager", "sdpa"):
+        model = bert_large.make_model(2, 32, 4, implementation)
+        assert torch.equal(bert_large._forward(model, ids)(), model(input_ids=ids).last_hidden_state)
+
+
 def test_a_mask_is_refused() -> None:
     swapped = bert_large.swap_attention(bert_large.make_model(1, 32, 4, "sdpa"))
     mask = torch.tensor([[1, 1, 0]])

@@ -99,7 +99,8 @@ def swap_attention(model: torch.nn.Module, variant: str = "auto") -> torch.nn.Mo
 
 
 def _forward(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: model(input_ids=ids).last_hidden_state
+    # Not through the model itself: while a graph is captured transformers makes a mask of a whole batch, too.
+    return lambda: model.encoder(model.embeddings(input_ids=ids)).last_hidden_state
 
 
 def _in_graph(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
