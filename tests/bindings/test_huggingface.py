@@ -120,7 +120,11 @@ def real_pairs(scifact_dir, cross_encoder_dir):
 
 @pytest.fixture(scope="module")
 def real_logits(real_pairs, cross_encoder_dir):
-    """Logits of the unmodified model over the padded batch: (float64, error of SDPA)."""
+    """Logits of the unmodified model over the padded batch: (float64, what fp32 may be off by).
+
+    That is twice SDPA's error and four roundings of the largest logit: of five logits SDPA's may all be close by luck,
+    and how close depends on the processor's matrix products.
+    """
 
     @torch.no_grad()
     def run(dtype):
@@ -128,7 +132,8 @@ def real_logits(real_pairs, cross_encoder_dir):
         return model(**real_pairs).logits.double()
 
     exact = run(torch.float64)
-    return exact, (run(torch.float32) - exact).abs().max().item()
+    own = (run(torch.float32) - exact).abs().max()
+    return exact, (2 * own + 4 * torch.finfo(torch.float32).eps * exact.abs().max()).item()
 
 
 def load(folder, attention, dtype=torch.float32):
@@ -138,10 +143,10 @@ def load(folder, attention, dtype=torch.float32):
 
 @torch.no_grad()
 def test_real_model_padded(real_pairs, real_logits, cross_encoder_dir, kernel_calls, monkeypatch):
-    exact, own = real_logits
+    exact, allowed = real_logits
     model = load(cross_encoder_dir, "tilerank")
     found = (model(**real_pairs).logits.double() - exact).abs().max().item()
-    assert found <= 2 * own, f"{found:.3g} from float64, SDPA itself {own:.3g}"
+    assert found <= allowed, f"{found:.3g} from float64"
     assert len(kernel_calls) == model.config.num_hidden_layers
     for name, arguments in kernel_calls:
         assert name == "attention"
@@ -149,12 +154,12 @@ def test_real_model_padded(real_pairs, real_logits, cross_encoder_dir, kernel_ca
 
     with lost_mask(monkeypatch):
         lost = (model(**real_pairs).logits.double() - exact).abs().max().item()
-    assert not lost <= 2 * own, "a lost mask must turn this test red"
+    assert not lost <= allowed, "a lost mask must turn this test red"
 
 
 @torch.no_grad()
 def test_real_model_packed(real_pairs, real_logits, cross_encoder_dir, kernel_calls):
-    exact, own = real_logits
+    exact, allowed = real_logits
     model = load(cross_encoder_dir, "tilerank")
     seen = real_pairs["attention_mask"].bool()
     lengths = seen.sum(1).tolist()
@@ -171,7 +176,7 @@ def test_real_model_packed(real_pairs, real_logits, cross_encoder_dir, kernel_ca
     ).last_hidden_state
     logits = model.classifier(model.bert.pooler(hidden[0, bounds[:-1].long(), None]))
     found = (logits.double() - exact).abs().max().item()
-    assert found <= 2 * own, f"{found:.3g} from float64, SDPA itself {own:.3g}"
+    assert found <= allowed, f"{found:.3g} from float64"
     assert [name for name, _ in kernel_calls] == ["attention_varlen"] * model.config.num_hidden_layers
 
 

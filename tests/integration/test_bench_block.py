@@ -64,10 +64,12 @@ def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {row.name: row for row in registry.rows_of("block")}
     assert block.chosen(Shape(512), "fp16", "cuda") == names["wide_tiles"]
     assert block.chosen(Shape(512, head_dim=128), "fp16", "cuda") == names["warpgroup_block"]
-    assert block.chosen(Shape(512), "fp32", "cuda") == names["split_tf32"]
+    assert block.chosen(Shape(512), "fp32", "cuda") == names["split_groups"]
+    assert block.chosen(Shape(512, head_dim=128), "fp32", "cuda") == names["split_tf32"]
     assert block.chosen(Shape(512, width=1020), "fp16", "cuda") == names["two_launches"]
     assert block.passed_over(Shape(512), "fp16", "cuda") == (names["two_launches"], names["warpgroup_block"])
-    assert block.passed_over(Shape(512), "fp32", "cuda") == ()
+    assert block.passed_over(Shape(512), "fp32", "cuda") == (names["split_tf32"],)
+    assert block.passed_over(Shape(512, head_dim=128), "fp32", "cuda") == ()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert block.chosen(Shape(512), "bf16", "cuda") == names["two_launches"]
 

@@ -27,7 +27,7 @@ def test_ratios_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert figures["ratio"] > 0
     right = cpu_ratio.rerank.score
     monkeypatch.setattr(cpu_ratio.rerank, "score", lambda ours, call: right(ours, call) + 1e-3)
-    with pytest.raises(TilerankError, match=r"tilerank: error 0\.001"):
+    with pytest.raises(TilerankError, match=r"tilerank: error (0\.00099|0\.001)"):
         cpu_ratio.measure_ratios(model, ["bone cancer"], max_length=64, rounds=1)
 
 
