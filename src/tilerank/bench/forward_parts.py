@@ -85,12 +85,14 @@ def floors(
     products are three of fp16, or FMAs where that is sooner; weights are read once a layer."""
     rows, width, wide, size = workload.tokens, sizes.width, sizes.wide, BYTES[precision]
 
-    def linear(depth: int, columns: int, moved: int) -> float:
-        fmas = rows * depth * columns
+    def least(fmas: int, moved: int) -> float:
         products = fmas * {"fp32": 3, "tf32": 2}.get(precision, 1) / rates.fp16_fmas
         if precision == "fp32":
             products = min(products, fmas / rates.fp32_fmas)
-        return max(products, size * (rows * moved + depth * columns) / rates.hbm_bytes)
+        return max(products, size * moved / rates.hbm_bytes)
+
+    def linear(depth: int, columns: int, moved: int) -> float:
+        return least(rows * depth * columns, rows * moved + depth * columns)
 
     most = sizes.layers - 1
     attention = attention_floor(workload, precision, rates).seconds
@@ -100,13 +102,12 @@ def floors(
         weights = 2 * width * width + 2 * width * wide
         behind = rows * (width * width + 2 * width * wide)
         fmas = most * behind + (most - 1) * rows * 3 * width**2 + rows * 2 * width**2
-        products = fmas * {"fp32": 3, "tf32": 2}.get(precision, 1) / rates.fp16_fmas
         moved = rows * width * ((most - 1) * 6 + 5) + most * weights
         return {
             EMBEDDINGS: embeddings,
             QKV: linear(width, 3 * width, 4 * width),
             ATTENTION: most * attention,
-            BETWEEN: max(products, size * moved / rates.hbm_bytes),
+            BETWEEN: least(fmas, moved),
             LAST: embeddings,  # keys and values are read once
         }
     return {
