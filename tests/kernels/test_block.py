@@ -58,11 +58,9 @@ def test_layernorm_means_what_numpy_says(cpu: library.Library) -> None:
     rng = np.random.default_rng(0)
     x, residual, out, total = (rng.standard_normal((5, 12)).astype(np.float32) for _ in range(4))
     bias, gamma, beta = (rng.standard_normal(12).astype(np.float32) for _ in range(3))
-    cpu.layernorm("reference", layernorm_params(x, out))
+    cpu.run("reference", layernorm_params(x, out))
     np.testing.assert_allclose(out, normalized(x), atol=1e-6)
-    cpu.layernorm(
-        "reference", layernorm_params(x, out, residual=residual, bias=bias, gamma=gamma, beta=beta, sum=total)
-    )
+    cpu.run("reference", layernorm_params(x, out, residual=residual, bias=bias, gamma=gamma, beta=beta, sum=total))
     exact = x.astype(np.float64) + bias + residual
     np.testing.assert_allclose(out, normalized(exact, gamma, beta), atol=1e-6)
     np.testing.assert_array_equal(total, exact.astype(np.float32))
@@ -86,7 +84,7 @@ def test_layernorm_refuses_by_name(cpu: library.Library, change: dict[str, float
     for name, value in change.items():
         setattr(params, name, value)
     with pytest.raises(library.KernelError, match=re.escape(message)) as error:
-        cpu.layernorm("reference", params)
+        cpu.run("reference", params)
     assert error.value.status == library.INVALID_ARGUMENT
 
 
@@ -142,7 +140,7 @@ def test_the_block_refuses_by_name(cpu: library.Library, change: dict[str, objec
     params, memory = block_params(**change)
     memory[1][:] = 7.0
     with pytest.raises(library.KernelError, match=re.escape(message)) as error:
-        cpu.fused_attention("reference", params)
+        cpu.run("reference", params)
     assert error.value.status == library.INVALID_ARGUMENT
     assert (memory[1] == 7.0).all(), "a refused call writes nothing"
 
@@ -222,7 +220,7 @@ def test_a_large_mean_costs_no_accuracy_in_fp16(row: str) -> None:
     rng = np.random.default_rng(0)
     x = (1000 + rng.standard_normal((8, 1024))).astype(np.float16)
     out = np.full_like(x, np.nan)
-    host.layernorm(row, layernorm_params(x, out))
+    host.run(row, layernorm_params(x, out))
     exact = normalized(x)
     assert np.abs(out - exact).max() <= 1.01 * np.spacing(np.float16(4)) / 2, "one rounding of the result"
 

@@ -388,5 +388,5 @@ def test_the_cuda_library_of_ptx_alone_loads_and_refuses_without_a_device(tmp_pa
         params = library.AttentionParams(scale=1.0, batch=1, heads=1, kv_heads=1, q_len=1, k_len=1, head_dim=1)
         params.q = params.k = params.v = params.out = 4096
         with pytest.raises(library.KernelError, match="variant naive: the launch was refused: ") as refusal:
-            loaded.attention("naive", params)
+            loaded.run("naive", params)
         assert refusal.value.status == library.LAUNCH_FAILED

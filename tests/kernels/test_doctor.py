@@ -90,7 +90,7 @@ def test_a_library_that_cannot_be_had_ends_the_examination(monkeypatch: pytest.M
 
 def test_a_wrong_answer_is_seen() -> None:
     class Wrong:
-        def attention(self, variant: str, params: library.AttentionParams) -> None:
+        def run(self, variant: str, params: library.AttentionParams) -> None:
             """Leaves the result as it was."""
 
     assert diagnosis._known_answer(Wrong()).ok is False

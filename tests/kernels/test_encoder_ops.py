@@ -277,13 +277,13 @@ def test_an_epsilon_and_halves_of_a_normalisation_are_checked(cpu: None) -> None
         x=values.data_ptr(), weight=values.data_ptr(), out=values.data_ptr(), rows=1, columns=2, depth=4, epsilon=-1.0
     )
     with pytest.raises(KernelError, match="epsilon is -1; it must be finite"):
-        built.linear("reference", params)
+        built.run("reference", params)
     params.epsilon, params.residual = 0.0, values.data_ptr()
     with pytest.raises(KernelError, match="residual or beta is given without gamma"):
-        built.linear("reference", params)
+        built.run("reference", params)
     params.residual, params.activation = None, 2
     with pytest.raises(KernelError, match=r"activation is 2; allowed: 0 \(none\), 1 \(gelu\)"):
-        built.linear("reference", params)
+        built.run("reference", params)
     params.activation, params.gamma = 1, values.data_ptr()
     with pytest.raises(KernelError, match="activation is 1 where gamma is given"):
-        built.linear("reference", params)
+        built.run("reference", params)

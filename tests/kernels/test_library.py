@@ -55,7 +55,7 @@ def test_padded_with_key_lengths(cpu: library.Library, dtype: str, lengths_dtype
     q, k, v = draw(1, 4, 4, 3, 5, dtype=dtype), draw(2, 4, 2, 7, 5, dtype=dtype), draw(3, 4, 2, 7, 5, dtype=dtype)
     lengths = np.array([7, 1, 0, 4], lengths_dtype)
     out = draw(9, 4, 4, 3, 5, dtype=dtype)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, key_lengths=lengths))
+    cpu.run("reference", abi.padded_params(q, k, v, out, key_lengths=lengths))
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda b, h, i, j: j < lengths[b]))
     assert not abi.values_of(out[2]).any(), "a sequence without keys gives zeros"
 
@@ -76,7 +76,7 @@ def test_masks_of_every_type_and_broadcast(cpu: library.Library, mask_dtype: str
         )
     seen, wide = (np.broadcast_to(array, (2, 3, 4, 6)) for array in (visible, bias))
     out = np.full(q.shape, GUARD)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, mask=mask))
+    cpu.run("reference", abi.padded_params(q, k, v, out, mask=mask))
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda *at: bool(seen[at]), lambda *at: float(wide[at])))
 
 
@@ -84,7 +84,7 @@ def test_causal_counts_from_the_first_key(cpu: library.Library) -> None:
     q, k, v = draw(1, 1, 2, 5, 4), draw(2, 1, 2, 3, 4), draw(3, 1, 2, 3, 4)
     lengths = np.array([2], np.int32)
     out = np.empty_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, causal=True, key_lengths=lengths))
+    cpu.run("reference", abi.padded_params(q, k, v, out, causal=True, key_lengths=lengths))
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda b, h, i, j: j <= i and j < 2))
 
 
@@ -94,7 +94,7 @@ def test_every_restriction_at_once(cpu: library.Library) -> None:
     mask = np.random.default_rng(4).random((2, 2, 6, 6)) < 0.7
     out = np.empty_like(q)
     params = abi.padded_params(q, k, v, out, causal=True, key_lengths=lengths, mask=mask, scale=-0.3)
-    cpu.attention("reference", params)
+    cpu.run("reference", params)
     sees = lambda b, h, i, j: j < lengths[b] and j <= i and bool(mask[b, h, i, j])  # noqa: E731
     assert_rounded_once(out, abi.expected_rows(q, k, v, sees, scale=-0.3))
 
@@ -105,7 +105,7 @@ def test_strided_views_are_read_and_written_in_place(cpu: library.Library) -> No
     k = np.broadcast_to(draw(2, 1, 3, 5, 4), (2, 3, 5, 4))
     memory = np.full((2, 5, 3, 6), GUARD)
     out = memory.transpose(0, 2, 1, 3)[..., :4]
-    cpu.attention("reference", abi.padded_params(q, k, v, out))
+    cpu.run("reference", abi.padded_params(q, k, v, out))
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda *at: True))
     assert (memory[..., 4:] == GUARD).all(), "nothing outside the rows of out is written"
 
@@ -116,7 +116,7 @@ def test_packed_equals_each_sequence_alone(cpu: library.Library, dtype: str, cau
     cu_q, cu_k = np.array([0, 3, 3, 4, 9], np.int32), np.array([0, 2, 6, 6, 13], np.int32)
     q, k, v = draw(1, 9, 4, 6, dtype=dtype), draw(2, 13, 2, 6, dtype=dtype), draw(3, 13, 2, 6, dtype=dtype)
     out = draw(9, 9, 4, 6, dtype=dtype)
-    cpu.attention_varlen("reference", abi.packed_params(q, k, v, out, cu_q, cu_k, causal=causal))
+    cpu.run("reference", abi.packed_params(q, k, v, out, cu_q, cu_k, causal=causal))
     for s in range(4):
         rows, keys = slice(cu_q[s], cu_q[s + 1]), slice(cu_k[s], cu_k[s + 1])
         alone = [x.transpose(1, 0, 2)[None] for x in (q[rows], k[keys], v[keys])]
@@ -131,7 +131,7 @@ def test_every_16_bit_number_passes_through_unchanged(cpu: library.Library, dtyp
     v = (bits if dtype == "bf16" else bits.view(np.float16)).reshape(256, 1, 1, 256)
     q = k = np.zeros_like(v)
     out = np.ones_like(v)
-    cpu.attention("reference", abi.padded_params(q, k, v, out))
+    cpu.run("reference", abi.padded_params(q, k, v, out))
     np.testing.assert_array_equal(abi.values_of(out), abi.values_of(v))
 
 
@@ -145,7 +145,7 @@ def test_results_are_rounded_to_nearest_even(cpu: library.Library, dtype: str) -
     v[:, :, 1] = abi.to_bits(abi.round_to_bf16(second)) if dtype == "bf16" else second.astype(np.float16)
     q, k = np.zeros_like(v[:, :, :1]), np.zeros_like(v)
     out = np.empty_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out))
+    cpu.run("reference", abi.padded_params(q, k, v, out))
     exact = abi.values_of(v).mean(axis=2, keepdims=True)
     rounded = abi.round_to_bf16(exact) if dtype == "bf16" else exact.astype(np.float16).astype(np.float64)
     assert (np.abs(rounded - exact) > 0).any()
@@ -166,7 +166,7 @@ def test_a_row_without_keys_is_zeros_and_the_others_are_right(cpu: library.Libra
         "-inf": {"mask": np.where(visible, 0, -np.inf).astype(np.float32)},
     }[kind]
     out = np.full(q.shape, np.nan, np.float32)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, **arguments))
+    cpu.run("reference", abi.padded_params(q, k, v, out, **arguments))
     assert (out[1] == 0).all()
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda b, *at: b == 0))
 
@@ -175,7 +175,7 @@ def test_a_row_at_the_lowest_finite_number_is_the_mean(cpu: library.Library) -> 
     q, k, v = draw(1, 1, 1, 1, 4), draw(2, 1, 1, 3, 4), draw(3, 1, 1, 3, 4)
     mask = np.full((1, 1, 1, 3), np.finfo(np.float32).min)
     out = np.empty_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, mask=mask))
+    cpu.run("reference", abi.padded_params(q, k, v, out, mask=mask))
     np.testing.assert_allclose(out[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_hidden_keys_never_leak(cpu: library.Library, garbage: float) -> None:
         k[0, 0, hidden] = v[0, 0, hidden] = garbage
     mask = np.array([True, False, True, True, True])
     out = np.empty_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, mask=mask, key_lengths=np.array([3], np.int32)))
+    cpu.run("reference", abi.padded_params(q, k, v, out, mask=mask, key_lengths=np.array([3], np.int32)))
     assert_rounded_once(out, expected)
 
 
@@ -195,7 +195,7 @@ def test_a_visible_nan_is_not_hidden(cpu: library.Library) -> None:
     q, k, v = draw(1, 1, 1, 2, 4), draw(2, 1, 1, 5, 4), draw(3, 1, 1, 5, 4)
     k[0, 0, 2] = np.nan
     out = np.zeros_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out))
+    cpu.run("reference", abi.padded_params(q, k, v, out))
     assert np.isnan(out).all()
 
 
@@ -203,7 +203,7 @@ def test_a_visible_nan_is_not_hidden(cpu: library.Library) -> None:
 def test_lengths_are_clamped(cpu: library.Library, length: int, counted: int) -> None:
     q, k, v = draw(1, 1, 1, 2, 4), draw(2, 1, 1, 4, 4)[:, :, :3], draw(3, 1, 1, 4, 4)[:, :, :3]
     out = np.empty_like(q)
-    cpu.attention("reference", abi.padded_params(q, k, v, out, key_lengths=np.array([length], np.int64)))
+    cpu.run("reference", abi.padded_params(q, k, v, out, key_lengths=np.array([length], np.int64)))
     assert_rounded_once(out, abi.expected_rows(q, k, v, lambda b, h, i, j: j < counted))
 
 
@@ -212,7 +212,7 @@ def test_wrong_offsets_stay_inside_and_uncovered_rows_stay_as_they_were(cpu: lib
     out = np.full(q.shape, GUARD)
     # Sequence 0 is longer than announced, 1 runs backwards, 2 ends beyond the tensor.
     cu = np.array([-3, 4, 2, 900], np.int32)
-    cpu.attention_varlen("reference", abi.packed_params(q, k, v, out, cu, cu, max_seqlen_q=3, max_seqlen_k=3))
+    cpu.run("reference", abi.packed_params(q, k, v, out, cu, cu, max_seqlen_q=3, max_seqlen_k=3))
     assert np.isfinite(out).all()
     written = (out != GUARD).all(axis=(1, 2))
     np.testing.assert_array_equal(written, [True, True, True, True, True, False])
@@ -229,17 +229,17 @@ def test_empty_shapes_succeed_without_pointers(cpu: library.Library, shape: tupl
     out = np.full(q.shape, GUARD)
     params = abi.padded_params(q, k, v, out)
     params.k = params.v = None
-    cpu.attention("reference", params)
+    cpu.run("reference", params)
     assert (out == 0).all(), "queries without keys give zeros"
 
 
 def test_empty_packed_input_succeeds(cpu: library.Library) -> None:
     nothing = np.empty((0, 2, 4), np.float32)
     offsets = np.zeros(3, np.int32)
-    cpu.attention_varlen("reference", abi.packed_params(nothing, nothing, nothing, nothing, offsets, offsets))
+    cpu.run("reference", abi.packed_params(nothing, nothing, nothing, nothing, offsets, offsets))
     q, out = draw(1, 3, 2, 4), np.full((3, 2, 4), GUARD)
     cu_q = np.array([0, 1, 3], np.int32)
-    cpu.attention_varlen("reference", abi.packed_params(q, nothing, nothing, out, cu_q, offsets))
+    cpu.run("reference", abi.packed_params(q, nothing, nothing, out, cu_q, offsets))
     assert (out == 0).all()
 
 
@@ -292,7 +292,7 @@ def test_padded_refusals_name_field_value_and_what_is_allowed(
     else:
         setattr(params, field, value)
     with pytest.raises(KernelError, match=re.escape(message)) as refusal:
-        cpu.attention("reference", params)
+        cpu.run("reference", params)
     assert refusal.value.status == library.INVALID_ARGUMENT
     assert (out == GUARD).all(), "a refused call writes nothing"
 
@@ -322,14 +322,14 @@ def test_packed_refusals(cpu: library.Library, field: str, value: object, messag
     else:
         setattr(params, field, value)
     with pytest.raises(KernelError, match=re.escape(message)) as refusal:
-        cpu.attention_varlen("reference", params)
+        cpu.run("reference", params)
     assert refusal.value.status == library.INVALID_ARGUMENT
     assert (out == GUARD).all()
 
 
 def test_an_unknown_variant_is_refused_with_the_known_names(cpu: library.Library) -> None:
     with pytest.raises(KernelError, match="variant is fastest; this library has: reference") as refusal:
-        cpu.attention("fastest", library.AttentionParams())
+        cpu.run("fastest", library.AttentionParams())
     assert refusal.value.status == library.UNKNOWN_VARIANT
 
 
@@ -344,13 +344,13 @@ def test_the_workspace_question_checks_sizes_and_follows_no_pointer(cpu: library
 
 def test_the_last_error_belongs_to_the_thread(cpu: library.Library) -> None:
     with pytest.raises(KernelError, match="variant is here"):
-        cpu.attention("here", library.AttentionParams())
+        cpu.run("here", library.AttentionParams())
     seen: list[str] = []
 
     def other() -> None:
         seen.append(cpu.last_error())
         try:
-            cpu.attention("there", library.AttentionParams())
+            cpu.run("there", library.AttentionParams())
         except KernelError as error:
             seen.append(str(error))
 

@@ -322,16 +322,16 @@ def test_a_new_variant_is_one_file_and_one_row(tmp_path: Path) -> None:
         ((workspace + 128, 200), "it must be a multiple of 256 bytes"),
     ):
         with pytest.raises(library.KernelError, match=message) as error:
-            loaded.attention("last_value", params, *given)
+            loaded.run("last_value", params, *given)
         assert error.value.status == library.WORKSPACE
     assert np.isnan(out).all(), "a refused call writes nothing"
-    loaded.attention("last_value", params, workspace, 200)
+    loaded.run("last_value", params, workspace, 200)
     np.testing.assert_array_equal(out[0], np.broadcast_to(v[0, :, 5:6], out[0].shape))
     np.testing.assert_array_equal(out[1], np.broadcast_to(v[1, :, 1:2], out[1].shape))
 
     def refused(message: str, **arguments: object) -> None:
         with pytest.raises(library.KernelError, match=re.escape(f"variant last_value: {message}")) as error:
-            loaded.attention("last_value", abi.padded_params(**({"q": q, "k": k, "v": v, "out": out} | arguments)))
+            loaded.run("last_value", abi.padded_params(**({"q": q, "k": k, "v": v, "out": out} | arguments)))
         assert error.value.status == library.UNSUPPORTED
 
     half = {name: array.astype(np.float16) for name, array in (("q", q), ("k", k), ("v", v), ("out", out))}
@@ -345,7 +345,7 @@ def test_a_new_variant_is_one_file_and_one_row(tmp_path: Path) -> None:
     packed = [np.zeros((5, 3, 4), np.float32) for _ in range(4)]
     offsets = np.array([0, 5], np.int32)
     with pytest.raises(library.KernelError, match="variant last_value: the input is packed; it serves: padded"):
-        loaded.attention_varlen("last_value", abi.packed_params(*packed, offsets, offsets))
+        loaded.run("last_value", abi.packed_params(*packed, offsets, offsets))
 
 
 def test_a_row_may_rank_itself_otherwise_than_by_its_rung() -> None:

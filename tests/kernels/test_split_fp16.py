@@ -24,7 +24,7 @@ def run(
 ) -> np.ndarray:
     out = np.full_like(arrays[0], np.nan)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    host.attention_varlen(row, abi.packed_params(*arrays, out, offsets, offsets, causal=causal))
+    host.run(row, abi.packed_params(*arrays, out, offsets, offsets, causal=causal))
     return out
 
 

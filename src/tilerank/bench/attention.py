@@ -127,14 +127,13 @@ def _prepared(
     layout: str,
     inputs: object,
 ) -> KernelCall:
-    function = lib.attention_varlen if layout == "packed" else lib.attention
     size = lib.workspace_size(row.name, params)
     workspace = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=out.device)
     workspace = workspace[-workspace.data_ptr() % _ALIGNMENT :]
     stream = torch.cuda.current_stream().cuda_stream if out.is_cuda else 0
 
     def run() -> torch.Tensor:
-        function(row.name, params, workspace.data_ptr(), size, stream)
+        lib.run(row.name, params, workspace.data_ptr(), size, stream)
         return out
 
     return KernelCall(run, out, layout, inputs)

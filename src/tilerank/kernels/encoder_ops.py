@@ -151,7 +151,7 @@ def layernorm(
         residual_stride=0 if residual is None else residual.stride(0),
         out_stride=out.stride(0),
     )
-    torch_ops._call(torch_ops._library().layernorm, registry.get(variant, "layernorm"), params, x.device)
+    torch_ops._call(registry.get(variant, "layernorm"), params, x.device)
     return out
 
 
@@ -212,7 +212,7 @@ def layer(
         next_stride=0 if after is None else after.stride(0),
         **pointers,
     )
-    torch_ops._call(torch_ops._library().layer, registry.get(variant, "layer"), params, x.device)
+    torch_ops._call(registry.get(variant, "layer"), params, x.device)
     return x, after
 
 
@@ -249,7 +249,7 @@ def token_attention(
         v_strides=(v.stride(1), v.stride(0)),
         out_strides=(out.stride(1), out.stride(0)),
     )
-    torch_ops._call(torch_ops._library().token_attention, registry.get(variant, "token_attention"), params, q.device)
+    torch_ops._call(registry.get(variant, "token_attention"), params, q.device)
     return out
 
 
@@ -302,7 +302,7 @@ def embedding(
         type_count=0 if types is None else types.shape[0],
         out_stride=width,
     )
-    torch_ops._call(torch_ops._library().embedding, registry.get(variant, "embedding"), params, words.device)
+    torch_ops._call(registry.get(variant, "embedding"), params, words.device)
     return out
 
 
@@ -354,7 +354,7 @@ def _linear(
         residual_stride=0 if residual is None else residual.stride(0),
         out_stride=out.stride(0),
     )
-    torch_ops._call(torch_ops._library().linear, registry.get(variant, "linear"), params, x.device)
+    torch_ops._call(registry.get(variant, "linear"), params, x.device)
     return out
 
 

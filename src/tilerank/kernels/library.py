@@ -369,69 +369,13 @@ class Library:
         self._check(self._workspace_size[type(params)](variant.encode(), ctypes.byref(params), ctypes.byref(size)))
         return size.value
 
-    def attention(
-        self, variant: str, params: AttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue attention over a padded batch on ``stream`` (a cudaStream_t; 0 is the default stream).
+    def run(self, variant: str, params: Params, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0) -> None:
+        """Queue the operation of these parameters on ``stream`` (a cudaStream_t; 0 is the default stream).
 
         Raises:
             KernelError: the call was refused, and nothing was launched.
         """
-        self._check(
-            self._run[AttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
-
-    def attention_varlen(
-        self, variant: str, params: AttentionVarlenParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue attention over packed sequences; otherwise as `attention`."""
-        self._check(
-            self._run[AttentionVarlenParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
-
-    def layernorm(
-        self, variant: str, params: LayernormParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue layer normalisation; otherwise as `attention`."""
-        self._check(
-            self._run[LayernormParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
-
-    def fused_attention(
-        self, variant: str, params: FusedAttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue the attention block; otherwise as `attention`."""
-        self._check(
-            self._run[FusedAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
-
-    def linear(
-        self, variant: str, params: LinearParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue a linear layer and what follows it; otherwise as `attention`."""
-        self._check(self._run[LinearParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
-
-    def token_attention(
-        self, variant: str, params: TokenAttentionParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue attention from one token a sequence; otherwise as `attention`."""
-        self._check(
-            self._run[TokenAttentionParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
-
-    def layer(
-        self, variant: str, params: LayerParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue what stands between two attentions; otherwise as `attention`."""
-        self._check(self._run[LayerParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
-
-    def embedding(
-        self, variant: str, params: EmbeddingParams, workspace: int = 0, workspace_bytes: int = 0, stream: int = 0
-    ) -> None:
-        """Queue embeddings; otherwise as `attention`."""
-        self._check(
-            self._run[EmbeddingParams](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream)
-        )
+        self._check(self._run[type(params)](variant.encode(), ctypes.byref(params), workspace, workspace_bytes, stream))
 
     def _check(self, status: int) -> None:
         if status != OK:

@@ -358,7 +358,7 @@ def _fused_attention(
         key_lengths = torch_ops._to_device(key_lengths, x.device)
         params.key_lengths = key_lengths.data_ptr()
         params.key_lengths_type = torch_ops._LENGTHS_TYPES[key_lengths.dtype]
-    torch_ops._call(torch_ops._library().fused_attention, row, params, x.device)
+    torch_ops._call(row, params, x.device)
     return out
 
 

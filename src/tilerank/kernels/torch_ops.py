@@ -366,17 +366,17 @@ def _request(q: torch.Tensor, layout: str, k_len: int, masks: frozenset[str]) ->
     return registry.Request(device.type, _sm(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
 
 
-def _call(run: Any, row: registry.Row, params: library.Params, device: torch.device) -> None:
+def _call(row: registry.Row, params: library.Params, device: torch.device) -> None:
     """Queue the call on the device's current stream, with the workspace it needs."""
     if device.type != "cuda":
-        run(row.name, params)
+        _library().run(row.name, params)
         return
     # The library launches on the current device, which need not be the tensors'.
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         size = _library().workspace_size(row.name, params) if row.workspace else 0
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        run(row.name, params, workspace.data_ptr() if size else 0, size, stream)
+        _library().run(row.name, params, workspace.data_ptr() if size else 0, size, stream)
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -468,7 +468,7 @@ def _attention(
         params.mask = mask.data_ptr()
         params.mask_type = _MASK_TYPES[mask.dtype]
         params.mask_strides = mask.stride()
-    _call(_library().attention, row, params, q.device)
+    _call(row, params, q.device)
     return out
 
 
@@ -535,7 +535,7 @@ def _attention_varlen(
         cu_seqlens_q=bounds[0].data_ptr(),
         cu_seqlens_k=bounds[1].data_ptr(),
     )
-    _call(_library().attention_varlen, row, params, q.device)
+    _call(row, params, q.device)
     return out
 
 
