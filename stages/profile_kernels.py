@@ -24,6 +24,8 @@ def run(stage: Stage) -> None:
             raise NcuError("host code: there is no kernel to profile")
         if device_for(stage.settings.machine.name) == "cpu":
             raise NcuError("no CUDA device is used on this machine")
+        if reason := attention.not_served(row, row.precisions[0]):
+            raise NcuError(reason)
         command = [sys.executable, "-m", "tilerank.bench.attention", row.name]
         if "fp32" not in row.dtypes:
             command += ["--precision", row.dtypes[0]]

@@ -462,8 +462,9 @@ class FusedModel:
             after = self._qkv(x)
             for between in self._between:
                 found = self._attended(after, bounds, longest)
-                del after  # whose memory what is wide within a layer can take
+                del after  # whose memory the next takes
                 x, after = between(found, x)
+                del found
         for layer in self._layers:
             found = self._attended(layer.qkv(x), bounds, longest)
             x = layer.out(found, x)

@@ -22,7 +22,8 @@ SOURCE_PATHS = ("src", "stages", "cuda", "conf", "dvc.yaml", "pyproject.toml")
 SOURCE_FILE = ".source.json"
 """Written by ``make pack`` (and by the quickstart) for a tree that travels without its git folder."""
 
-_IGNORED = ("__pycache__", ".egg-info")
+_IGNORED = ("__pycache__", ".egg-info", "src/tilerank/_lib/")
+"""What is made from the source: a library built ahead of time knows the sources that it was built from itself."""
 
 
 @dataclass(frozen=True, slots=True)

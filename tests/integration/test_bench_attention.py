@@ -18,7 +18,7 @@ from tilerank.bench import attention, floors
 from tilerank.bench.attention import KernelCall, Timed, Truth
 from tilerank.bench.attention_peers import SDPA, masked_peers, unmasked_peers
 from tilerank.bench.timing import EventClock, KernelLaunch, LaunchRecord, Row, allocations, closure_faults, launches
-from tilerank.bench.workloads import Workload, make_inputs, reference_attention
+from tilerank.bench.workloads import Workload, make_inputs, reference_attention, seed_workload
 from tilerank.config import TimingSettings
 from tilerank.kernels import build, library, registry
 
@@ -406,6 +406,10 @@ def test_every_variant_is_timed_by_the_rules(name: str):
     for precision, record in attention.bench_variant(each, settings).items():
         rung = record["rung"]
         assert "failure" not in rung, (precision, rung)
+        if each.head_dims and seed_workload().head_dim not in each.head_dims:
+            assert not rung["timed"]
+            assert "head_dim" in rung["reason"]
+            continue
         assert rung["us"] > 0
         assert 0 < rung["share_of_floor"] < 1
         assert SDPA in record["peers"]["unmasked"]

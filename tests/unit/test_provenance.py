@@ -59,6 +59,17 @@ def test_a_packed_copy_knows_its_commit_and_notices_an_edit(checkout: Path, tmp_
         provenance.source_state(copy)
 
 
+def test_a_library_built_ahead_of_time_is_not_source(checkout: Path, tmp_path: Path) -> None:
+    provenance.write_source_file(checkout, tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    shutil.copy(tmp_path / provenance.SOURCE_FILE, copy)
+    built = copy / "src" / "tilerank" / "_lib"
+    built.mkdir(parents=True)
+    (built / "libtilerank.so").write_bytes(b"machine code")
+    assert not provenance.source_state(copy).dirty
+
+
 def test_a_packed_copy_over_another_commit_is_what_was_packed(checkout: Path) -> None:
     first = provenance.source_state(checkout)
     (checkout / "src" / "a.py").write_text("x = 2\n", encoding="utf-8")
