@@ -272,6 +272,10 @@ def test_profile_kernels_records_what_the_tool_measured(monkeypatch: pytest.Monk
     }
     assert seen["kernel_regex"] == "tilerank::naive::"
     assert seen["command"][1:] == ["-m", "tilerank.bench.attention", "naive"]
+    other = FakeStage("h200", "ping_pong")  # a row for other head dims
+    profile_kernels.run(other)
+    record = other.written["ping_pong"]["profile_kernels"]["ping_pong"]
+    assert record == {"available": False, "reason": "the workload's head_dim is 32; it serves: 80, 96, 128"}
 
 
 def test_bench_attention_on_a_cpu_times_nothing():

@@ -388,7 +388,7 @@ def bench_variant(row: registry.Row, timing: TimingSettings) -> dict[str, dict[s
     rates = None
     records: dict[str, dict[str, dict[str, Any]]] = {}
     for precision in row.precisions:
-        reason = not_served(row, precision)
+        reason = _not_served(row, precision)
         if reason is not None:
             records[precision] = {"rung": {"timed": False, "precision": precision, "reason": reason}}
             continue
@@ -397,8 +397,7 @@ def bench_variant(row: registry.Row, timing: TimingSettings) -> dict[str, dict[s
     return records
 
 
-def not_served(row: registry.Row, precision: str) -> str | None:
-    """Why the row does not run workload seed at this precision on the GPU at hand; None where it does."""
+def _not_served(row: registry.Row, precision: str) -> str | None:
     workload = seed_workload()
     major, minor = torch.cuda.get_device_capability()
     dtype = "fp32" if precision == "tf32" else precision
