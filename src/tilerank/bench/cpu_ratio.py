@@ -41,7 +41,8 @@ def read_passages(corpus: Path, count: int, seed: int = 0) -> tuple[str, ...]:
 
 
 def measure_ratios(model: Path, passages: Sequence[str], max_length: int = 512, rounds: int = 3) -> dict[str, Any]:
-    """``{ms, host_path, cross_encoder: {batch size: {ms, ratio}}}``: medians, ratios theirs / ours by turn.
+    """``{ms, host_path, cross_encoder: {batch size: {ms, ratio, rows}}}``: medians, ratios theirs / ours by turn, and
+    how many rows theirs computes for each token, padding included.
 
     Raises `TilerankError` when a score differs by more than `TOLERANCE` from the unmodified model's.
     """
@@ -63,16 +64,28 @@ def measure_ratios(model: Path, passages: Sequence[str], max_length: int = 512, 
     for row in rows.values():
         if row.failure:
             raise TilerankError(f"{row.name}: {row.failure}")
+    lengths = ours.tokenizer.pairs([call.query] * len(passages), call.passages).lengths
     seconds = {name: np.array(row.seconds) for name, row in rows.items()}
     mine = seconds.pop(rerank.OURS)
     return {
         "ms": 1e3 * float(np.median(mine)),
         "host_path": ours.host_path.name,
         "cross_encoder": {
-            size: {"ms": 1e3 * float(np.median(theirs)), "ratio": float(np.median(theirs / mine))}
+            size: {
+                "ms": 1e3 * float(np.median(theirs)),
+                "ratio": float(np.median(theirs / mine)),
+                "rows": _rows(lengths, int(size)),
+            }
             for size, theirs in seconds.items()
         },
     }
+
+
+def _rows(lengths: np.ndarray, batch_size: int) -> float:
+    """Rows a token of batches sorted by length, as sentence-transformers makes them, each as long as its longest."""
+    descending = np.sort(lengths)[::-1]
+    starts = range(0, len(descending), batch_size)
+    return float(sum(descending[at] * len(descending[at : at + batch_size]) for at in starts) / descending.sum())
 
 
 def main() -> None:
