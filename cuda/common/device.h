@@ -68,6 +68,21 @@ template <typename... Parameters>
 int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
            typename Exactly<Parameters>::type... arguments);
 
+// ---- Beginning while the kernel before ends (compute capability 9.0; elsewhere nothing of this has an effect) ----------
+
+// As launch(); where overlap, the kernel may begin when every block of the one before it on the stream has called
+// let_next_begin() or ended. What that one writes, or reads and this one overwrites, is touched behind
+// wait_for_previous() alone, which returns when the one before has ended. Some thread must call it in any case: so the
+// one before has in turn ended behind all that stood before it.
+template <typename... Parameters>
+int launch_overlapped(bool overlap, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                      void* stream, typename Exactly<Parameters>::type... arguments);
+
+// By each thread that touches such memory, or in front of a barrier that it waits at. Returns at once where the launch
+// overlaps nothing.
+__device__ __forceinline__ void wait_for_previous();
+__device__ __forceinline__ void let_next_begin();
+
 // ---- Dynamic shared memory ------------------------------------------------------------------------------------------
 
 // Hands out the dynamic shared memory of a block in order. Every thread constructs one and makes the same calls:

@@ -23,6 +23,40 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_b
     return static_cast<int>(error);
 }
 
+template <typename... Parameters>
+int launch_overlapped(bool overlap, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                      void* stream, typename Exactly<Parameters>::type... arguments) {
+    if (!overlap) return launch(kernel, grid, block, shared_bytes, stream, arguments...);
+    const void* function = reinterpret_cast<const void*>(kernel);
+    cudaError_t error =
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (error == cudaSuccess) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = grid, config.blockDim = block;
+        config.dynamicSmemBytes = shared_bytes, config.stream = static_cast<cudaStream_t>(stream);
+        config.attrs = &attribute, config.numAttrs = 1;
+        void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
+        error = cudaLaunchKernelExC(&config, function, pointers);
+    }
+    if (error != cudaSuccess) cudaGetLastError();
+    return static_cast<int>(error);
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <typename Element>
 __device__ __forceinline__ Element* DynamicShared::take(size_t count) {
     extern __shared__ __align__(128) unsigned char tilerank_dynamic_shared[];

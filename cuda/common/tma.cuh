@@ -121,36 +121,6 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
         : "memory");
 }
 
-// ---- Beginning while the kernel before ends ----
-// A kernel launched with `overlap` may begin when every block of the one before it on the stream has called
-// let_next_begin() or ended. What that one writes, or reads and this one overwrites, is touched after
-// wait_for_previous() alone, which returns when the one before, and so all before it, has ended.
-
-__device__ __forceinline__ void wait_for_previous() { TILERANK_HOPPER("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_begin() { TILERANK_HOPPER("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// As launch(); where overlap, before the work in front of it on the stream has ended.
-template <typename... Parameters>
-int launch_overlapped(bool overlap, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                      void* stream, typename Exactly<Parameters>::type... arguments) {
-    const void* function = reinterpret_cast<const void*>(kernel);
-    cudaError_t error =
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (error == cudaSuccess) {
-        cudaLaunchAttribute attribute{};
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = overlap ? 1 : 0;
-        cudaLaunchConfig_t config{};
-        config.gridDim = grid, config.blockDim = block;
-        config.dynamicSmemBytes = shared_bytes, config.stream = static_cast<cudaStream_t>(stream);
-        config.attrs = &attribute, config.numAttrs = 1;
-        void* pointers[] = {static_cast<void*>(&arguments)..., nullptr};
-        error = cudaLaunchKernelExC(&config, function, pointers);
-    }
-    if (error != cudaSuccess) cudaGetLastError();
-    return static_cast<int>(error);
-}
-
 // ---- Products of a warpgroup with both factors in shared memory ----
 
 #define TILERANK_SUMS(block) "+f"(block[0]), "+f"(block[1]), "+f"(block[2]), "+f"(block[3])

@@ -13,6 +13,15 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_b
         grid, block, shared_bytes, [](void* context) { (*static_cast<decltype(call)*>(context))(); }, &call);
 }
 
+template <typename... Parameters>
+int launch_overlapped(bool, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+                      typename Exactly<Parameters>::type... arguments) {
+    return launch(kernel, grid, block, shared_bytes, stream, arguments...);
+}
+
+inline void wait_for_previous() {}
+inline void let_next_begin() {}
+
 template <typename Element>
 Element* DynamicShared::take(size_t count) {
     used_ += bytes<Element>(count);
