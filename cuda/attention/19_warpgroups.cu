@@ -214,6 +214,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         }
     };
 
+    wait_for_previous();  // from here on queries are read and rows written
     take();
     skip({0, 0}, next.chunk);
     if (next.tiles == 0) return;
@@ -336,6 +337,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 template <typename Element, int D>
 __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs args, float factor, bool aligned) {
     using S = Shape<D>;
+    let_next_begin();  // a block that needs a multiprocessor's memory gets it when one of these ends
     DynamicShared memory;
     unsigned char* unaligned_ring = memory.take<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024);
     Shared shared;
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
                     [](int row, int column) { return swizzled_offset<S::kRowBytes>(row, column * 2); });
             };
             fill_ring<Element, S::kChunks, S::kCopyWarps>(passes, shared.full, shared.empty, copy_warp, copy_tile,
-                                                          [] { fence_async_proxy(); });
+                                                          [] { fence_async_proxy(); }, [] { wait_for_previous(); });
         }
     } else {
         take_registers<S::kRegisters>();
@@ -390,7 +392,8 @@ tilerank_status launch_for(const AttentionArgs& args, void* stream) {
         DynamicShared::bytes<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024) +
         2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
         TaskQueues<S::kGroups>::bytes();
-    return launch_balanced("warpgroups", kernel<Element, D>, kUnitRows, S::kThreads, kSharedBytes, args, stream);
+    return launch_balanced("warpgroups", kernel<Element, D>, kUnitRows, S::kThreads, kSharedBytes, args, stream,
+                           /*overlaps=*/true);
 }
 
 template <typename Element>

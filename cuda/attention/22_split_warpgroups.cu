@@ -186,6 +186,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         q.load(16, factor, [&](int row, int column) { return load_vector<float2>(&queries[row][column]); });
     };
 
+    wait_for_previous();  // from here on queries are read and rows written
     prepare(0);
     int passed = 0;     // chunks that this group has given back
     At after = {0, 0};  // the one behind them
@@ -327,6 +328,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ PanelMaps maps, ScoreFactor factor) {
+    let_next_begin();  // a block that needs a multiprocessor's memory gets it when one of these ends
     DynamicShared memory;
     const Shared shared = {Ring(memory), memory.take<Queries>(kGroups)};
     const TaskQueues<kGroups> queues(memory);
@@ -348,6 +350,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (brings) {
             const Passes32 passes(args, places);
             Dealer<float, kChunks, Passes32> dealer(passes, queues);
+            wait_for_previous();
             shared.ring.bring(passes, maps, kAligned, lane, [&] {
                 dealer.step(lane);
                 return dealer.is_done;
@@ -368,8 +371,8 @@ tilerank_status launch_for(const AttentionArgs& args, const PanelMaps& maps, voi
     static_assert(kSharedBytes <= 227 * 1024);
     const int64_t units = args.batch * args.heads * ((args.q_len + kUnitRows - 1) / kUnitRows);
     const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), units);
-    return launch_blocks("split_warpgroups", kernel<kAligned>, blocks, kThreads, kSharedBytes, stream, args, maps,
-                         score_factor(args));
+    return launch_blocks_overlapped(args.overlap != 0, "split_warpgroups", kernel<kAligned>, blocks, kThreads,
+                                    kSharedBytes, stream, args, maps, score_factor(args));
 }
 
 }  // namespace split_warpgroups

@@ -10,7 +10,7 @@ namespace {
 using namespace dispatch;
 
 // The checks that both layouts share: all but strides, pointers and masks.
-tilerank_status check_common(const AttentionArgs& args, int64_t head_dim) {
+tilerank_status check_common(const AttentionArgs& args, int64_t head_dim, int32_t dtype) {
     PASS_ON(check_size("batch", args.batch, 0));
     PASS_ON(check_size("heads", args.heads, 1));
     PASS_ON(check_size("kv_heads", args.kv_heads, 1));
@@ -18,7 +18,7 @@ tilerank_status check_common(const AttentionArgs& args, int64_t head_dim) {
             static_cast<long long>(args.heads), static_cast<long long>(args.kv_heads));
     REQUIRE(head_dim >= 1 && head_dim <= TILERANK_MAX_HEAD_DIM, "head_dim is %lld; allowed: 1 to %d",
             static_cast<long long>(head_dim), TILERANK_MAX_HEAD_DIM);
-    PASS_ON(check_dtype(args.dtype));
+    PASS_ON(check_dtype(dtype));
     REQUIRE(args.causal == 0 || args.causal == 1, "causal is %d; allowed: 0, 1", args.causal);
     REQUIRE(std::isfinite(args.exact_scale), "scale is %g; it must be finite", args.exact_scale);
     REQUIRE(std::isfinite(args.scale), "scale is %g; it must be finite in fp32, in which kernels compute",
@@ -75,14 +75,14 @@ bool has_queries(const tilerank_attention_varlen_params& params) {
 tilerank_status check(const tilerank_attention_params& params, bool with_pointers, AttentionArgs* out) {
     AttentionArgs args{};
     args.q = params.q, args.k = params.k, args.v = params.v, args.out = params.out;
-    args.dtype = params.dtype, args.causal = params.causal;
+    args.causal = params.causal;
     args.exact_scale = params.scale, args.scale = static_cast<float>(params.scale);
     args.batch = params.batch, args.heads = params.heads, args.kv_heads = params.kv_heads;
     args.q_len = params.q_len, args.k_len = params.k_len;
     PASS_ON(check_size("q_len", params.q_len, 0));
     PASS_ON(check_size("k_len", params.k_len, 0));
-    PASS_ON(check_common(args, params.head_dim));
-    args.head_dim = static_cast<int32_t>(params.head_dim);
+    PASS_ON(check_common(args, params.head_dim, params.dtype));
+    args.head_dim = static_cast<int32_t>(params.head_dim), args.dtype = static_cast<int16_t>(params.dtype);
     args.q_batch_stride = params.q_strides[0], args.q_head_stride = params.q_strides[1];
     args.q_token_stride = params.q_strides[2];
     args.k_batch_stride = params.k_strides[0], args.k_head_stride = params.k_strides[1];
@@ -128,7 +128,7 @@ tilerank_status check(const tilerank_attention_params& params, bool with_pointer
 tilerank_status check(const tilerank_attention_varlen_params& params, bool with_pointers, AttentionArgs* out) {
     AttentionArgs args{};
     args.q = params.q, args.k = params.k, args.v = params.v, args.out = params.out;
-    args.dtype = params.dtype, args.causal = params.causal;
+    args.causal = params.causal;
     args.exact_scale = params.scale, args.scale = static_cast<float>(params.scale);
     args.batch = params.batch, args.heads = params.heads, args.kv_heads = params.kv_heads;
     args.q_len = params.max_seqlen_q, args.k_len = params.max_seqlen_k;
@@ -137,8 +137,10 @@ tilerank_status check(const tilerank_attention_varlen_params& params, bool with_
     PASS_ON(check_size("total_k", params.total_k, 0));
     PASS_ON(check_size("max_seqlen_q", params.max_seqlen_q, 0));
     PASS_ON(check_size("max_seqlen_k", params.max_seqlen_k, 0));
-    PASS_ON(check_common(args, params.head_dim));
-    args.head_dim = static_cast<int32_t>(params.head_dim);
+    PASS_ON(check_common(args, params.head_dim, params.dtype));
+    args.head_dim = static_cast<int32_t>(params.head_dim), args.dtype = static_cast<int16_t>(params.dtype);
+    REQUIRE(params.overlap == 0 || params.overlap == 1, "overlap is %d; allowed: 0, 1", params.overlap);
+    args.overlap = static_cast<int16_t>(params.overlap);
     args.q_head_stride = params.q_strides[0], args.q_token_stride = params.q_strides[1];
     args.k_head_stride = params.k_strides[0], args.k_token_stride = params.k_strides[1];
     args.v_head_stride = params.v_strides[0], args.v_token_stride = params.v_strides[1];

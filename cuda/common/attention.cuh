@@ -135,18 +135,27 @@ inline int multiprocessors() {
 }
 
 // Launches a one-dimensional grid for the variant called name, which may ask for more blocks than a grid can have.
+// overlap: as launch_overlapped() has it.
 template <typename... Parameters>
-tilerank_status launch_blocks(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
-                              size_t shared_bytes, void* stream, typename Exactly<Parameters>::type... arguments) {
+tilerank_status launch_blocks_overlapped(bool overlap, const char* name, void (*kernel)(Parameters...), int64_t blocks,
+                                         int threads, size_t shared_bytes, void* stream,
+                                         typename Exactly<Parameters>::type... arguments) {
     constexpr int64_t kMostBlocks = 2147483647;  // of gridDim.x, on every architecture
     if (blocks > kMostBlocks) {
         return refuse(TILERANK_UNSUPPORTED, "variant %s: batch, heads and queries need %lld blocks; at most %lld", name,
                       static_cast<long long>(blocks), static_cast<long long>(kMostBlocks));
     }
-    const int error = launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                             shared_bytes, stream, arguments...);
+    const int error =
+        launch_overlapped(overlap, kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                          shared_bytes, stream, arguments...);
     if (error == 0) return TILERANK_OK;
     return refuse(TILERANK_LAUNCH_FAILED, "variant %s: the launch was refused: %s", name, launch_error_text(error));
+}
+
+template <typename... Parameters>
+tilerank_status launch_blocks(const char* name, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                              size_t shared_bytes, void* stream, typename Exactly<Parameters>::type... arguments) {
+    return launch_blocks_overlapped(false, name, kernel, blocks, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace tilerank

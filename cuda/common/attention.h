@@ -41,7 +41,8 @@ struct AttentionArgs {
     const int32_t* cu_seqlens_k;
     const void* mask;  // through the mask strides, or null; padded only
     int32_t head_dim;
-    int32_t dtype;             // TILERANK_FP32, ...
+    int16_t dtype;             // TILERANK_FP32, ...; as overlap for the host, not for kernels
+    int16_t overlap;           // packed only; a variant that cannot begin early takes no notice
     int32_t key_lengths_type;  // TILERANK_LENGTHS_...
     int32_t mask_type;         // TILERANK_MASK_...
     int32_t causal;

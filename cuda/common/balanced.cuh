@@ -249,12 +249,18 @@ __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Eleme
     }
 }
 
+struct Nothing {
+    __device__ __forceinline__ void operator()() const {}
+};
+
 // Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of
 // the kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts
-// the copy of keys or values. fence: what else must come between the data's arrival and the barrier.
-template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence>
+// the copy of keys or values. fence: what else must come between the data's arrival and the barrier. ready: what must
+// come before a pass's first copy.
+template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence,
+          typename Ready = Nothing>
 __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* empty, int copy_warp,
-                                          const CopyTile& copy_tile, const Fence& fence) {
+                                          const CopyTile& copy_tile, const Fence& fence, const Ready& ready = {}) {
     const AttentionArgs& args = passes.args;
     const int heads_a_group = static_cast<int>(args.heads) / static_cast<int>(args.kv_heads);
     int told = -1;  // slot of the chunk under way: its barrier is told one chunk later, when the data is there
@@ -277,6 +283,7 @@ __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* em
         const Element* v = static_cast<const Element*>(args.v) + row_offset(passes.sequence, kv_head,
                                                                             passes.place.k_begin, args.v_batch_stride,
                                                                             args.v_head_stride, args.v_token_stride);
+        ready();
 #pragma unroll 1
         for (; chunk < passes.chunk + passes.chunks; chunk += kCopyWarps) {
             if (!barrier_test(&empty[slot], parity)) {
@@ -498,9 +505,10 @@ struct Dealer {
 
 // ---- Launching ----
 
-// Launches kernel(args, factor, aligned) with one block a multiprocessor.
+// Launches kernel(args, factor, aligned) with one block a multiprocessor. overlaps: the kernel calls wait_for_previous().
 inline tilerank_status launch_balanced(const char* name, void (*kernel)(AttentionArgs, float, bool), int unit_rows,
-                                       int threads, size_t shared_bytes, const AttentionArgs& args, void* stream) {
+                                       int threads, size_t shared_bytes, const AttentionArgs& args, void* stream,
+                                       bool overlaps = false) {
     constexpr int64_t kMost = 1 << 30;  // of a 32-bit position
     if (args.batch > kMost || args.heads > kMost || args.q_len > kMost) {
         return refuse(TILERANK_UNSUPPORTED,
@@ -510,8 +518,8 @@ inline tilerank_status launch_balanced(const char* name, void (*kernel)(Attentio
     }
     const int64_t units = args.batch * args.heads * ((args.q_len + unit_rows - 1) / unit_rows);
     const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), units);
-    return launch_blocks(name, kernel, blocks, threads, shared_bytes, stream, args, nonzero_scale_log2(args),
-                         rows16_aligned(args));
+    return launch_blocks_overlapped(overlaps && args.overlap != 0, name, kernel, blocks, threads, shared_bytes, stream,
+                                    args, nonzero_scale_log2(args), rows16_aligned(args));
 }
 
 }  // namespace tilerank

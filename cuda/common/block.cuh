@@ -62,7 +62,7 @@ inline BlockPlan make_plan(const BlockArgs& args, void* workspace, int unit_rows
     a.q_token_stride = a.k_token_stride = a.v_token_stride = a.out_token_stride = plan.columns;
     a.key_lengths = args.key_lengths, a.key_lengths_type = args.key_lengths_type;
     a.head_dim = static_cast<int32_t>(args.head_dim);
-    a.dtype = args.dtype, a.causal = args.causal;
+    a.dtype = static_cast<int16_t>(args.dtype), a.causal = args.causal;
     a.exact_scale = args.scale, a.scale = static_cast<float>(args.scale);
 
     const int64_t part = args.dtype == TILERANK_FP32 ? 4 : 8;

@@ -154,6 +154,9 @@ typedef struct tilerank_attention_varlen_params {
     int64_t out_strides[2];      /* at least head_dim, in either direction, wherever there is more than one row */
     const int32_t* cu_seqlens_q; /* [batch + 1], contiguous, on the variant's device */
     const int32_t* cu_seqlens_k; /* [batch + 1] */
+    int32_t overlap;             /* 0, or 1: cu_seqlens_q and cu_seqlens_k were complete before the work that stands
+                                    before this call on the stream, so a variant may begin to read them while that work
+                                    ends */
 } tilerank_attention_varlen_params;
 
 /* Layer normalisation of rows, with what stands before it in a post-LN encoder (cuda/layernorm/reference.cc):

@@ -79,6 +79,7 @@ struct Problem {
         packed.batch = batch, packed.heads = heads, packed.kv_heads = kv_heads, packed.head_dim = dim;
         packed.total_q = packed.total_k = rows;
         packed.max_seqlen_q = packed.max_seqlen_k = length > 1 ? length : 1;
+        packed.overlap = 1;  // copies to the device are over when a call is made
         packed.q_strides[0] = packed.out_strides[0] = packed.k_strides[0] = packed.v_strides[0] = dim;
         packed.q_strides[1] = packed.out_strides[1] = heads * dim;
         packed.k_strides[1] = packed.v_strides[1] = kv_heads * dim;

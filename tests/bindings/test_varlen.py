@@ -191,3 +191,16 @@ def test_compiles_without_a_graph_break(dynamic):
     for lengths in ([5, 2], [3, 9], [8, 8]):
         x, bounds = torch.randn(sum(lengths), 96), torch.tensor(cu(lengths), dtype=torch.int32)
         assert torch.allclose(run(x, bounds, max(lengths)), layer(x, bounds, max(lengths)))
+
+
+def test_only_bounds_that_lie_ready_let_a_call_overlap(monkeypatch):
+    """Others are converted in front of the call."""
+    from tilerank.kernels import torch_ops
+
+    seen = []
+    monkeypatch.setattr(torch_ops, "_call", lambda row, params, device: seen.append(params.overlap))
+    q, k, v, *bounds = (torch.tensor(each) if isinstance(each, list) else each for each in packed([2, 3]))
+    for kind, options in ((torch.int32, {}), (torch.int32, {"overlap": True}), (torch.int64, {"overlap": True})):
+        call = (q, k, v, *(each.to(kind) for each in bounds[:2]), *bounds[2:])
+        torch_ops._attention_varlen(*call, False, 1.0, "reference", False, **options)
+    assert seen == [0, 1, 0]

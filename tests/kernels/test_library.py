@@ -256,6 +256,7 @@ PADDED_REFUSALS = [
     ("head_dim", 257, "head_dim is 257; allowed: 1 to 256"),
     ("dtype", 3, "dtype is 3; allowed: 0 (fp32), 1 (fp16), 2 (bf16)"),
     ("dtype", -1, "dtype is -1; allowed"),
+    ("dtype", 65536, "dtype is 65536; allowed"),
     ("causal", 2, "causal is 2; allowed: 0, 1"),
     ("scale", float("nan"), "scale is nan; it must be finite"),
     ("scale", float("inf"), "scale is inf; it must be finite"),
@@ -311,6 +312,9 @@ def test_padded_refusals_name_field_value_and_what_is_allowed(
         ("cu_seqlens_k", None, "cu_seqlens_k is NULL"),
         ("cu_seqlens_k", 4098, "cu_seqlens_k is 0x1002; it must be a multiple of 4 bytes"),
         ("out_strides", (2, 8), "out_strides[0] is 2"),
+        ("dtype", 65536, "dtype is 65536; allowed"),
+        ("overlap", 2, "overlap is 2; allowed: 0, 1"),
+        ("overlap", 65536, "overlap is 65536; allowed: 0, 1"),
     ],
 )
 def test_packed_refusals(cpu: library.Library, field: str, value: object, message: str) -> None:

@@ -96,6 +96,7 @@ class AttentionVarlenParams(ctypes.Structure):
         ("out_strides", ctypes.c_int64 * 2),
         ("cu_seqlens_q", ctypes.c_void_p),
         ("cu_seqlens_k", ctypes.c_void_p),
+        ("overlap", ctypes.c_int32),
     )
 
 

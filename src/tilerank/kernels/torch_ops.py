@@ -486,8 +486,10 @@ def _attention_varlen(
     check: bool,
     *,
     clear: bool = True,
+    overlap: bool = False,
 ) -> torch.Tensor:
-    """``clear``: rows of no sequence are zeros, else left as the allocator gave them."""
+    """``clear``: rows of no sequence are zeros, else left as the allocator gave them. ``overlap``: the bounds were
+    complete before the work in front of this call on the stream, so a kernel may begin while that work ends."""
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale)
     total_q, heads, head_dim = q.shape
     total_k = k.shape[0]
@@ -534,6 +536,8 @@ def _attention_varlen(
         out_strides=(out.stride(1), out.stride(0)),
         cu_seqlens_q=bounds[0].data_ptr(),
         cu_seqlens_k=bounds[1].data_ptr(),
+        # Bounds that had to be converted are themselves the work in front.
+        overlap=overlap and bounds[0] is cu_seqlens_q and bounds[1] is cu_seqlens_k,
     )
     _call(row, params, q.device)
     return out
