@@ -65,7 +65,8 @@ WHOLE_LAYERS = True
 """Whether one kernel goes from attention to attention where it serves."""
 
 OVERLAP = True
-"""Whether those kernels begin while the one before them ends; the weights here are complete long before."""
+"""Whether those kernels, and attention, begin while the one before them ends; the weights here and the bounds of
+sequences are complete long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +423,8 @@ class FusedModel:
         if reason := refusal(model):
             raise TilerankError(f"this model cannot be run fused: {reason}")
         base = model.base_model
-        self._attend = attention.attend
+        # The bounds of sequences were complete before the embeddings.
+        self._attend = (attention.overlapping if OVERLAP else None) or attention.attend
         self.parts = parts_for(device, precision) if parts is None else parts
         few = parts_for(device, precision, few_rows=True) if parts is None else parts
         first = base.encoder.layer[0].attention.self

@@ -29,11 +29,16 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    """A chosen attention. ``name``: a registry row, or torch's part: varlen (flash attention), mem_efficient, sdpa."""
+    """A chosen attention. ``name``: a registry row, or torch's part: varlen (flash attention), mem_efficient, sdpa.
+
+    overlapping: ``attend`` for bounds that were complete before the work in front of the call on the stream: it may
+    begin while that work ends. None: nothing begins sooner by that.
+    """
 
     name: str
     attend: Attend
     reason: str
+    overlapping: Attend | None = None
 
 
 def choose(
@@ -52,7 +57,7 @@ def choose(
     request = registry.Request(device.type, sm, _DTYPE_NAMES[dtype], head_dim, "packed", max_length)
     if attention != "auto":
         row = registry.get(attention)
-        return None if registry.refusal(row, request) else PackedAttention(row.name, _kernel(row.name), "asked for")
+        return None if registry.refusal(row, request) else _kernel(row.name, "asked for")
     if not _is_cuda(device):
         return _torch_part(device, dtype, head_dim, "no kernel is meant for this device")
     selection = registry.select(request, registry.attention_rows())
@@ -65,7 +70,7 @@ def choose(
             return _torch_part(device, dtype, head_dim, "the kernels were built without CUDA")
     except TilerankError as error:
         return _torch_part(device, dtype, head_dim, f"the kernels cannot be built ({error})")
-    return PackedAttention(selection.row.name, _kernel(selection.row.name), selection.reason)
+    return _kernel(selection.row.name, selection.reason)
 
 
 def implementation(chosen: PackedAttention) -> str:
@@ -158,13 +163,12 @@ def _efficient(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale):
     return forward(*rows, None, bounds_q, bounds_k, longest_q, longest_k, 0.0, 0, scale=scale)[0][0]
 
 
-def _kernel(variant: str) -> Attend:
+def _kernel(variant: str, reason: str) -> PackedAttention:
     from tilerank.kernels import torch_ops
 
-    def attend(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale):
+    def attend(q, k, v, bounds_q, bounds_k, longest_q, longest_k, scale, *, overlap=False):
         # Not the public function, which clears the rows that no sequence covers.
-        return torch_ops._attention_varlen(
-            *(q, k, v, bounds_q, bounds_k, longest_q, longest_k), False, scale, variant, False, clear=False
-        )
+        arguments = (q, k, v, bounds_q, bounds_k, longest_q, longest_k, False, scale, variant, False)
+        return torch_ops._attention_varlen(*arguments, clear=False, overlap=overlap)
 
-    return attend
+    return PackedAttention(variant, attend, reason, functools.partial(attend, overlap=True))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tilerank import fused
 from tilerank.fused import Bound, TorchParts, refusal
+from tilerank.packed_attention import Attend
 
 
 def norm_of(width: int, seed: int = 0) -> torch.nn.LayerNorm:
@@ -115,6 +116,32 @@ def test_whole_layers_at_once(first_only: bool, layers: int) -> None:
     torch.testing.assert_close(together, apart, atol=2e-5, rtol=0)
     assert parts.left == (1 if first_only else 0), "the last layer goes on with first tokens alone"
     torch.testing.assert_close(states(1)[0], apart, atol=2e-5, rtol=0)  # all layers or none
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@torch.inference_mode()
+def test_attention_may_begin_before_the_product_in_front_of_it_ends(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Where there is one that can, and only over all rows: the few-row parts make bounds of their own."""
+    from transformers import BertConfig, BertModel
+
+    from tilerank.packed_attention import PackedAttention, choose
+
+    monkeypatch.setattr(fused, "OVERLAP", overlap)
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertModel(BertConfig(vocab_size=90, **small)).eval()
+    plain = choose("sdpa", torch.device("cpu"), torch.float32, 16, 64)
+    called: list[str] = []
+
+    def counted(name: str) -> Attend:
+        return lambda *arguments: called.append(name) or plain.attend(*arguments)
+
+    attention = PackedAttention("counted", counted("attend"), "a test", counted("overlapping"))
+    body = fused.FusedModel(model, torch.device("cpu"), "fp32", attention, first_only=True)
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    body((*torch.zeros(3, 5, dtype=torch.int32), bounds, bounds[:2]), 3)
+    assert called == ["overlapping" if overlap else "attend"] * 2 + ["attend"]
 
 
 def test_layers_of_another_make_are_refused() -> None:
