@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool alig
 template <typename Element, int kParts>
 __global__ void __launch_bounds__(kThreads, kParts <= 2 ? 6 : 3) whole(EmbeddingArgs args) {
     constexpr int kPart = 16 / sizeof(Element);
+    let_next_begin();  // a product gets its pipeline ready while the last rows are made
     const int lane = threadIdx.x % kWarpSize;
     const int row = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
     if (row >= args.rows) return;

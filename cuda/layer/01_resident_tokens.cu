@@ -146,6 +146,7 @@ __device__ __forceinline__ void load_weights(const Problem& problem, const Share
 template <int N>
 __device__ __forceinline__ void load_rows(const Problem& problem, const Shared<N>& shared, int first_token) {
     using S = Shape<N>;
+    prefetch_map(&problem.found), prefetch_map(&problem.x);
     if (problem.overlap) wait_for_previous();
     int place = 0, turn = 0;
     const auto load = [&](const CUtensorMap* map, int part) {
