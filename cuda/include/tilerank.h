@@ -226,8 +226,8 @@ typedef struct tilerank_fused_attention_params {
 } tilerank_fused_attention_params;
 
 /* What a linear layer applies to its sums. GELU: x times the share of a normal distribution below x, by the error
- * function. */
-enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1 };
+ * function. TANH: the hyperbolic tangent. */
+enum { TILERANK_ACTIVATION_NONE = 0, TILERANK_ACTIVATION_GELU = 1, TILERANK_ACTIVATION_TANH = 2 };
 
 /* How the weights of a linear layer lie.
  * PLAIN: row n has the factors of output n.
@@ -338,6 +338,8 @@ typedef struct tilerank_token_attention_params {
     void* out;                   /* [batch, heads, head_dim]; must not overlap an input */
     const int32_t* cu_seqlens_k; /* [batch + 1], contiguous, on the variant's device */
     int32_t dtype;               /* TILERANK_FP32, FP16 or BF16: of q, k, v and out */
+    int32_t overlap;             /* 0, or 1: cu_seqlens_k was complete before the work that stands before this call on the
+                                    stream, so a variant may begin while that work ends */
     double scale;                /* factor on the scores, usually 1/sqrt(head_dim); finite */
     int64_t batch;               /* number of sequences, >= 0 */
     int64_t heads;               /* >= 1 */

@@ -27,8 +27,8 @@ tilerank_status check(const tilerank_variant& row, const LinearArgs& args, bool 
     PASS_ON(check_size("columns", args.columns, 1));
     PASS_ON(check_size("depth", args.depth, 1));
     PASS_ON(check_dtype(args.dtype));
-    REQUIRE(args.activation == TILERANK_ACTIVATION_NONE || args.activation == TILERANK_ACTIVATION_GELU,
-            "activation is %d; allowed: 0 (none), 1 (gelu)", args.activation);
+    REQUIRE(args.activation >= TILERANK_ACTIVATION_NONE && args.activation <= TILERANK_ACTIVATION_TANH,
+            "activation is %d; allowed: 0 (none), 1 (gelu), 2 (tanh)", args.activation);
     REQUIRE(args.weight_format >= TILERANK_FORMAT_PLAIN && args.weight_format <= TILERANK_FORMAT_SPLIT,
             "weight_format is %d; allowed: 0 (plain), 1 (interleaved), 2 (split)", args.weight_format);
     const bool is_split = args.weight_format == TILERANK_FORMAT_SPLIT;

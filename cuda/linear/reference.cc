@@ -56,6 +56,7 @@ tilerank_status linear_reference(const LinearArgs& args, void*, void*) {
         for (int64_t c = 0; c < args.columns; ++c) {
             double value = row[static_cast<size_t>(c)];
             if (args.activation == TILERANK_ACTIVATION_GELU) value = gelu(value);
+            if (args.activation == TILERANK_ACTIVATION_TANH) value = std::tanh(value);
             if (args.gamma != nullptr) {
                 value = (value - mean) * factor * load(args.gamma, args.dtype, c) + load(args.beta, args.dtype, c);
             }

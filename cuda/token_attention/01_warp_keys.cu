@@ -48,6 +48,7 @@ template <typename Element, int kGroup>
 __global__ void __launch_bounds__(kThreads) kernel(TokenAttentionArgs args, bool aligned) {
     constexpr int kGroups = kWarpSize / kGroup;
     SHARED(float, merged, [kWarps][kGroup][kLaneDims + 2]);
+    let_next_begin();
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, place = lane % kGroup;
     const int64_t sequence = blockIdx.x / args.heads, head = blockIdx.x % args.heads;
     // Bounds are clamped as in tilerank_attention_varlen_params.
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) kernel(TokenAttentionArgs args, bool
     const Element* k = static_cast<const Element*>(args.k) + head * args.k_strides[0] + dim;
     const Element* v = static_cast<const Element*>(args.v) + head * args.v_strides[0] + dim;
 
+    wait_for_previous();
     constexpr float kLog2e = 1.44269504f;
     float q[kLaneDims];
     load_dims(q, static_cast<const Element*>(args.q) + sequence * args.q_strides[1] + head * args.q_strides[0] + dim,
@@ -130,7 +132,8 @@ tilerank_status launch_typed(const TokenAttentionArgs& args, void* stream) {
     const auto run = args.head_dim <= 32   ? kernel<Element, 4>
                      : args.head_dim <= 64 ? kernel<Element, 8>
                                            : kernel<Element, 16>;
-    return launch_blocks("warp_keys", run, args.batch * args.heads, kThreads, 0, stream, args, is_aligned(args));
+    return launch_blocks_overlapped(args.overlap != 0, "warp_keys", run, args.batch * args.heads, kThreads, 0, stream,
+                                    args, is_aligned(args));
 }
 
 }  // namespace warp_keys

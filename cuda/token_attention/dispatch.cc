@@ -28,6 +28,7 @@ tilerank_status check(const tilerank_variant& row, const TokenAttentionArgs& arg
     PASS_ON(check_dtype(args.dtype));
     REQUIRE(args.head_dim >= 1 && args.head_dim <= TILERANK_MAX_HEAD_DIM, "head_dim is %lld; allowed: 1 to %d",
             static_cast<long long>(args.head_dim), TILERANK_MAX_HEAD_DIM);
+    REQUIRE(args.overlap == 0 || args.overlap == 1, "overlap is %d; allowed: 0, 1", args.overlap);
     REQUIRE(std::isfinite(args.scale), "scale is %g; it must be finite", args.scale);
     PASS_ON(check_served_dtype(row, args.dtype));
     PASS_ON(check_served_head_dim(row, args.head_dim));

@@ -43,14 +43,22 @@ the next product of that."""
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 gelu: Activation = functional.gelu  # by the error function
+tanh: Activation = torch.tanh
+
+_ACTIVATIONS: dict[Activation | None, str | None] = {None: None, gelu: "gelu", tanh: "tanh"}
+"""What kernels can end a product with, by their names."""
 
 NORM = "vectorized"
 """The variant of layer normalisation behind products that do not end with it."""
+
+FEW_ROWS_WIDTH = 1024
+"""The widest row that `few_rows` normalises."""
 
 ENCODER_ROWS = (
     ("embedding", "warp_rows"),
     ("layer", "resident_tokens"),
     ("layernorm", NORM),
+    ("linear", "few_rows"),
     ("linear", "resident_rows"),
     ("linear", "row_layernorm"),
     ("linear", "split_rows"),
@@ -65,8 +73,8 @@ WHOLE_LAYERS = True
 """Whether one kernel goes from attention to attention where it serves."""
 
 OVERLAP = True
-"""Whether those kernels, and attention, begin while the one before them ends; the weights here and the bounds of
-sequences are complete long before."""
+"""Whether kernels begin while the one before them ends (from 9.0 on); the weights here and the bounds of sequences are
+complete long before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class TorchParts:
 class KernelParts(TorchParts):
     """The registered kernels that serve a part on this device, else torch's operations.
 
-    few_rows: products are torch's, since a kernel that gives each multiprocessor 128 rows is slow on some fifty.
+    few_rows: products are of some fifty rows, on which a kernel that gives each multiprocessor 128 is slow.
     """
 
     def __init__(self, device: torch.device, precision: str, *, few_rows: bool = False) -> None:
@@ -212,6 +220,7 @@ class KernelParts(TorchParts):
         self._sm = 10 * major + minor
         self._precision = precision
         self._few_rows = few_rows
+        self._overlap = OVERLAP and self._sm >= 90
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """See `Parts`."""
@@ -239,7 +248,7 @@ class KernelParts(TorchParts):
 
         self.used["token_attention"] = row.name
         return lambda q, k, v, bounds, longest, scale: encoder_ops.token_attention(
-            q, k, v, bounds, scale, variant=row.name
+            q, k, v, bounds, scale, variant=row.name, overlap=self._overlap
         )
 
     def linear(
@@ -249,10 +258,12 @@ class KernelParts(TorchParts):
         from tilerank.kernels import encoder_ops
 
         columns, depth = weight.shape
-        has_end = activation in (None, gelu)
-        options: dict[str, Any] = {"gelu": activation is gelu, "overlap": OVERLAP}
-        has_end = has_end and self._multiplies(name)
-        if has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
+        options: dict[str, Any] = {"activation": _ACTIVATIONS.get(activation), "overlap": self._overlap}
+        has_end = activation in (None, gelu) and self._multiplies(name)
+        if activation in _ACTIVATIONS and self._serves_few(depth):
+            weights = encoder_ops.plain(self._here(weight).contiguous())
+            options["variant"] = "few_rows"
+        elif has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
             options["variant"] = "resident_rows"
         elif has_end and self._can_split(columns, depth, bound):
@@ -272,24 +283,32 @@ class KernelParts(TorchParts):
 
         columns, depth = weight.shape
         bias, gamma, beta = self._here(bias), self._here(norm.weight), self._here(norm.bias)
-        own = self._multiplies(name)
-        if own and self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
-            self.used[name] = "row_layernorm"
-            weights = encoder_ops.interleaved(self._here(weight))
+        own, few = self._multiplies(name), self._serves_few(depth)
+        row = None
+        if few and columns <= FEW_ROWS_WIDTH:
+            row, weights = "few_rows", encoder_ops.plain(self._here(weight).contiguous())
+        elif own and self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
+            row, weights = "row_layernorm", encoder_ops.interleaved(self._here(weight))
+        if row is not None:
+            self.used[name] = row
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                options = {"variant": "row_layernorm", "overlap": OVERLAP, "out": residual}
-                return encoder_ops.linear_norm(x, weights, *ends, **options)
+                return encoder_ops.linear_norm(x, weights, *ends, variant=row, overlap=self._overlap, out=residual)
 
             return in_one
         if not self._runs("layernorm", NORM):
             return super().linear_norm(name, weight, bias, norm, bound)
         if own and self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
-            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": OVERLAP}
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": self._overlap}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
             self.used[name] = f"split_rows, {NORM}"
+        elif few:
+            weights = encoder_ops.plain(self._here(weight).contiguous())
+            options = {"variant": "few_rows", "overlap": self._overlap}
+            multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
+            self.used[name] = f"few_rows, {NORM}"
         else:
             multiply = functools.partial(functional.linear, weight=self._here(weight))
             self.used[name] = f"torch, {NORM}"
@@ -331,12 +350,15 @@ class KernelParts(TorchParts):
             epsilon=norms[0].eps,
         )
         self.used["between"] = "resident_tokens"
-        options: dict[str, Any] = {"variant": "resident_tokens", "overlap": OVERLAP}
+        options: dict[str, Any] = {"variant": "resident_tokens", "overlap": self._overlap}
         return lambda found, x: encoder_ops.layer(found, x, weights, **options)
 
     def _multiplies(self, name: str) -> bool:
         """Whether the part's product is computed by a kernel here."""
         return not self._few_rows and name in OWN_PRODUCTS
+
+    def _serves_few(self, depth: int) -> bool:
+        return self._few_rows and depth % 8 == 0 and self._runs("linear", "few_rows")
 
     def _can_split(self, columns: int, depth: int, bound: Bound) -> bool:
         return (
@@ -451,7 +473,9 @@ class FusedModel:
         if first_only:
             self._last = _last_layer(self.parts, few, layers[-1], bound, has_kv=self._between is not None)
             self._attend_tokens = self.parts.token_attention(attention, self._head_dim)
-        self._head = _head(model, device, PRECISIONS[precision])
+        self._head = _head(model, few, device, PRECISIONS[precision])
+        if few is not self.parts:
+            self.parts.used.update({f"{name} of first tokens": made for name, made in few.used.items()})
 
     def __call__(self, batch: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         """See the class."""
@@ -589,12 +613,19 @@ def _stacked(*linears: torch.nn.Linear) -> Weights:
 
 
 def _head(
-    model: torch.nn.Module, device: torch.device, dtype: torch.dtype
+    model: torch.nn.Module, few: Parts, device: torch.device, dtype: torch.dtype
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes logits ``[n, labels]`` of first tokens ``[n, width]``: copies of the model's own modules."""
+    """What makes logits ``[n, labels]`` of first tokens ``[n, width]``, from copies of the model's weights."""
     if model is model.base_model:
         return None
     pooler = getattr(model.base_model, "pooler", None)
+    if (linears := _tanh_between(pooler, model.classifier)) is not None:
+        unknown = Bound(math.inf, math.inf)
+        pool, classify = (
+            few.linear(name, linear.weight.clone(), linear.bias.clone(), activation, unknown)
+            for name, linear, activation in zip(("pooler", "classifier"), linears, (tanh, None), strict=True)
+        )
+        return lambda x: classify(pool(x))
     modules = [
         copy.deepcopy(module).to(device, dtype).eval() for module in (pooler, model.classifier) if module is not None
     ]
@@ -606,3 +637,24 @@ def _head(
         return x
 
     return logits
+
+
+def _tanh_between(
+    pooler: torch.nn.Module | None, classifier: torch.nn.Module
+) -> tuple[torch.nn.Linear, torch.nn.Linear] | None:
+    """The layers of a head of transformers that is ``second(tanh(first(x)))``, as BERT's and RoBERTa's are."""
+    module = classifier if pooler is None else pooler
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    children = dict(module.named_children())
+    if pooler is None:
+        is_known = set(children) == {"dense", "dropout", "out_proj"}  # ELECTRA's, with GELU, has an activation too
+        second = children.get("out_proj")
+    else:
+        is_known = set(children) == {"dense", "activation"} and type(children["activation"]) is torch.nn.Tanh
+        second = classifier
+    first = children.get("dense")
+    linears = (first, second)
+    if not is_known or any(type(one) is not torch.nn.Linear or one.bias is None for one in linears):
+        return None
+    return linears

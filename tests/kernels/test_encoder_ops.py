@@ -16,6 +16,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half a unit in the last place, relative: a reference rounds once, from double."""
 
+ACTIVATIONS = {None: lambda x: x, "gelu": functional.gelu, "tanh": torch.tanh}
+
 HOST_ROWS = [row for row in registry.rows_of("embedding") if row.device == "cuda" and row.host_exempt is None]
 
 
@@ -99,14 +101,14 @@ def test_layers_that_do_not_fit(cpu: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_linear_layer(cpu: None, dtype: str, gelu: bool, with_bias: bool) -> None:
+def test_a_linear_layer(cpu: None, dtype: str, activation: str | None, with_bias: bool) -> None:
     x, weight = draw(5, 24, seed=1, dtype=dtype), draw(7, 24, seed=2, dtype=dtype)
     bias = draw(7, seed=3, dtype=dtype) if with_bias else None
-    found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, variant="reference", gelu=gelu)
+    found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, variant="reference", activation=activation)
     expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_close(found, functional.gelu(expected) if gelu else expected, dtype)
+    assert_close(found, ACTIVATIONS[activation](expected), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,6 +171,89 @@ def test_strided_rows_are_served_in_place(cpu: None) -> None:
     assert_close(found, functional.linear(wide[:, 3:35].double(), weight.double()), "fp32")
     assert (out[:, :4] == 7).all()
     assert (out[:, 13:] == 7).all()
+
+
+# ---- Few rows, on the host build ----
+
+
+@pytest.fixture
+def host() -> Iterator[None]:
+    """The operators run the host build, with the workspace that a row asks for, poisoned."""
+
+    def call(row: registry.Row, params: library.Params, device: torch.device) -> None:
+        size = built.workspace_size(row.name, params) if row.workspace else 0
+        memory = torch.full((size + 256,), 255, dtype=torch.uint8)  # NaN in fp32
+        built.run(row.name, params, memory.data_ptr() + -memory.data_ptr() % 256, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        built = library.load(build.Target("host"))
+        patch.setattr(torch_ops, "_library", lambda: built)
+        patch.setattr(torch_ops, "_call", call)
+        yield
+
+
+def few_rows(rows: int, columns: int, depth: int, dtype: str) -> tuple[torch.Tensor, ...]:
+    """x, weight, bias and residual; x and the residual are rows of something wider."""
+    x, residual = (draw(rows, width + 16, seed=width, dtype=dtype)[:, 8:-8] for width in (depth, columns))
+    weight = draw(columns, depth, seed=2, dtype=dtype, spread=depth**-0.5)
+    return x, weight, draw(columns, seed=3, dtype=dtype), residual
+
+
+SIZES = [(1, 1, 8), (5, 24, 64), (16, 16, 256), (17, 30, 296), (33, 40, 1544), (33, 1530, 40)]
+"""Rows, columns, depth: what a tile holds and one more, more depth than is under way at once, larger tiles."""
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "columns", "depth"), SIZES)
+def test_few_rows(host: None, dtype: str, activation: str | None, rows: int, columns: int, depth: int) -> None:
+    x, weight, bias, _ = few_rows(rows, columns, depth, dtype)
+    whole = torch.full((rows + 2, columns + 3), 7.0, dtype=DTYPES[dtype])
+    options = {"variant": "few_rows", "activation": activation}
+    found = encoder_ops.linear(x, encoder_ops.plain(weight), bias, out=whole[1:-1, :columns], **options)
+    expected = ACTIVATIONS[activation](functional.linear(x.double(), weight.double(), bias.double()))
+    error = (found.double() - expected).abs()
+    assert (error <= ROUNDING[dtype] * expected.abs() * (1 + 2.0**-10) + 1e-5).all(), float(error.max())
+    whole[1:-1, :columns] = 7.0
+    assert (whole == 7.0).all(), "nothing beside the result is written"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 8, 8), (5, 384, 384), (17, 30, 296), (33, 1024, 64)])
+def test_few_rows_normalised(host: None, dtype: str, in_place: bool, rows: int, columns: int, depth: int) -> None:
+    x, weight, bias, residual = few_rows(rows, columns, depth, dtype)
+    gamma, beta = draw(columns, seed=5, dtype=dtype), draw(columns, seed=6, dtype=dtype)
+    total = functional.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    expected = functional.layer_norm(total, (columns,), gamma.double(), beta.double(), 1e-5)
+    out = residual if in_place else torch.empty(rows, columns, dtype=DTYPES[dtype])
+    ends = (bias, residual, gamma, beta, 1e-5)
+    found = encoder_ops.linear_norm(x, encoder_ops.plain(weight), *ends, variant="few_rows", out=out)
+    error = (found.double() - expected).abs()
+    assert (error <= ROUNDING[dtype] * expected.abs() * (1 + 2.0**-10) + 1e-5).all(), float(error.max())
+
+
+def test_few_rows_have_the_same_bits_in_any_company(host: None) -> None:
+    """Alone a row is in a small tile, among others in a large one."""
+    x, weight, bias, _ = few_rows(33, 1536, 1536, "fp16")
+    weights = encoder_ops.plain(weight)
+    together = encoder_ops.linear(x, weights, bias, variant="few_rows")
+    for row in (0, 20, 32):
+        alone = encoder_ops.linear(x[row : row + 1], weights, bias, variant="few_rows")
+        torch.testing.assert_close(alone[0], together[row], atol=0, rtol=0)
+
+
+def test_what_few_rows_refuse(host: None) -> None:
+    x, weight, bias, residual = few_rows(3, 1032, 40, "fp16")
+    norm = (bias, residual, bias, bias, 0.0)
+    with pytest.raises(KernelError, match="columns is 1032; where gamma is given it serves: up to 1024"):
+        encoder_ops.linear_norm(x, encoder_ops.plain(weight), *norm, variant="few_rows")
+    with pytest.raises(KernelError, match="depth is 36; it serves: multiples of 8"):
+        encoder_ops.linear(x[:, :36], encoder_ops.plain(weight[:, :36]), None, variant="few_rows")
+    with pytest.raises(KernelError, match="does not begin at a multiple of 16 bytes"):
+        encoder_ops.linear(x[:, 4:36], encoder_ops.plain(weight[:, :32]), None, variant="few_rows")
+    with pytest.raises(KernelError, match=r"weight_format is 1; it serves: 0 \(plain\)"):
+        encoder_ops.linear(x[:, :32], encoder_ops.interleaved(weight[:1024, :32]), None, variant="few_rows")
 
 
 # ---- Embeddings: the reference, and the kernel on the host build ----
@@ -281,8 +366,8 @@ def test_an_epsilon_and_halves_of_a_normalisation_are_checked(cpu: None) -> None
     params.epsilon, params.residual = 0.0, values.data_ptr()
     with pytest.raises(KernelError, match="residual or beta is given without gamma"):
         built.run("reference", params)
-    params.residual, params.activation = None, 2
-    with pytest.raises(KernelError, match=r"activation is 2; allowed: 0 \(none\), 1 \(gelu\)"):
+    params.residual, params.activation = None, 3
+    with pytest.raises(KernelError, match=r"activation is 3; allowed: 0 \(none\), 1 \(gelu\), 2 \(tanh\)"):
         built.run("reference", params)
     params.activation, params.gamma = 1, values.data_ptr()
     with pytest.raises(KernelError, match="activation is 1 where gamma is given"):

@@ -153,3 +153,22 @@ def test_layers_of_another_make_are_refused() -> None:
     model.encoder.layer[0].output.dense = torch.nn.Linear(64, 32, bias=False)
     assert "served: torch.nn.Linear with a bias" in (refusal(model) or "")
     assert TorchParts(torch.device("cpu"), "fp32").used == {}
+
+
+@pytest.mark.parametrize(("family", "is_tanh"), [("Bert", True), ("XLMRoberta", True), ("Electra", False)])
+@torch.inference_mode()
+def test_heads_of_transformers(family: str, is_tanh: bool) -> None:
+    """A head that is two layers with tanh between is made of parts; another is the model's own, copied."""
+    import transformers
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = getattr(transformers, f"{family}Config")(vocab_size=90, num_labels=3, initializer_range=0.5, **small)
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+    few = TorchParts(torch.device("cpu"), "fp32")
+    head = fused._head(model, few, torch.device("cpu"), torch.float32)
+    assert set(few.used) == ({"pooler", "classifier"} if is_tanh else set())
+    x = torch.randn(5, 32)
+    pooler = getattr(model.base_model, "pooler", None)
+    expected = model.classifier(x[:, None] if pooler is None else pooler(x[:, None]))
+    torch.testing.assert_close(head(x), expected.view(5, 3), atol=1e-6, rtol=1e-5)

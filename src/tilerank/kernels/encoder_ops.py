@@ -15,6 +15,7 @@ import torch
 from tilerank.kernels import library, registry, torch_ops
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_ACTIVATIONS = {None: library.ACTIVATION_NONE, "gelu": library.ACTIVATION_GELU, "tanh": library.ACTIVATION_TANH}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,19 +81,19 @@ def linear(
     bias: torch.Tensor | None,
     *,
     variant: str,
-    gelu: bool = False,
+    activation: str | None = None,
     x_exponent: int = 0,
     overlap: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, through GELU (by the error function) where ``gelu``: ``[rows, in]`` -> ``[rows, out]``.
+    """``activation(x @ weight.T + bias)``: ``[rows, in]`` -> ``[rows, out]``.
 
-    x_exponent: with split weights x is multiplied by 2^x_exponent before it is split; nothing in it may then exceed
-    65,504. overlap: weights, bias, gamma and beta were complete before the work in front of this call on the stream,
-    and may be read while that ends. Raises `KernelError` for what the variant does not serve, ValueError for tensors
-    that do not fit.
+    activation: None, "gelu" (by the error function) or "tanh". x_exponent: with split weights x is multiplied by
+    2^x_exponent before it is split; nothing in it may then exceed 65,504. overlap: weights, bias, gamma and beta were
+    complete before the work in front of this call on the stream, and may be read while that ends. Raises `KernelError`
+    for what the variant does not serve, ValueError for tensors that do not fit.
     """
-    return _linear(x, weights, bias, None, None, None, 0.0, variant, gelu, x_exponent, overlap, out)
+    return _linear(x, weights, bias, None, None, None, 0.0, variant, activation, x_exponent, overlap, out)
 
 
 def linear_norm(
@@ -110,7 +111,7 @@ def linear_norm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``layer_norm(x @ weight.T + bias + residual)``; ``out`` may be ``residual`` itself. Otherwise as `linear`."""
-    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, False, x_exponent, overlap, out)
+    return _linear(x, weights, bias, residual, gamma, beta, epsilon, variant, None, x_exponent, overlap, out)
 
 
 def layernorm(
@@ -217,12 +218,20 @@ def layer(
 
 
 def token_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor, scale: float, *, variant: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    *,
+    variant: str,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """Attention from one token of each packed sequence: q ``[N, H, D]``, k and v ``[T, H, D]`` -> ``[N, H, D]``.
 
     cu_seqlens_k: int32 ``[N + 1]``, sequence s has keys cu_seqlens_k[s] to cu_seqlens_k[s + 1] - 1; clamped to what
-    there is. A sequence without keys gives zeros. Raises as `linear` does.
+    there is. A sequence without keys gives zeros. overlap: cu_seqlens_k was complete before the work in front of
+    this call on the stream. Raises as `linear` does.
     """
     _, heads, head_dim = q.shape
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -239,6 +248,7 @@ def token_attention(
         out=out.data_ptr(),
         cu_seqlens_k=cu_seqlens_k.data_ptr(),
         dtype=_dtype_code(q.dtype),
+        overlap=overlap,
         scale=scale,
         batch=q.shape[0],
         heads=heads,
@@ -315,7 +325,7 @@ def _linear(
     beta: torch.Tensor | None,
     epsilon: float,
     variant: str,
-    gelu: bool,
+    activation: str | None,
     x_exponent: int,
     overlap: bool,
     out: torch.Tensor | None,
@@ -340,7 +350,7 @@ def _linear(
         beta=_pointer(beta),
         out=out.data_ptr(),
         dtype=_dtype_code(weights.dtype),
-        activation=library.ACTIVATION_GELU if gelu else library.ACTIVATION_NONE,
+        activation=_ACTIVATIONS[activation],
         weight_format=weights.format,
         weight_exponent=weights.exponent,
         x_exponent=x_exponent,

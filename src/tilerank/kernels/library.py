@@ -28,7 +28,7 @@ DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 
 LENGTHS_NONE, LENGTHS_INT32, LENGTHS_INT64 = range(3)
 WEIGHTS_OUT_IN, WEIGHTS_IN_OUT = range(2)
-ACTIVATION_NONE, ACTIVATION_GELU = range(2)
+ACTIVATION_NONE, ACTIVATION_GELU, ACTIVATION_TANH = range(3)
 FORMAT_PLAIN, FORMAT_INTERLEAVED, FORMAT_SPLIT = range(3)
 MASK_NONE, MASK_BOOL, MASK_FP32, MASK_FP16, MASK_BF16 = range(5)
 
@@ -192,6 +192,7 @@ class TokenAttentionParams(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "cu_seqlens_k")),
         ("dtype", ctypes.c_int32),
+        ("overlap", ctypes.c_int32),
         ("scale", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "head_dim", "total_k")),
         *((name, ctypes.c_int64 * 2) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),  # head, row
