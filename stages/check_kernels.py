@@ -30,7 +30,7 @@ def check(stage: Stage, row: Row, operation: str) -> dict[str, Any]:
             else kernel_checks.check_variant(row, capabilities, operation)
         )
     if "failure" in record:
-        print(f"check_kernels: {operation} {row.name}: FAIL ({record['failure']})")
+        print(f"{stage.name}: {row.name}: FAIL ({record['failure']})")
     return record
 
 

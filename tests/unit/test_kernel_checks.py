@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tilerank import kernel_checks
+from stages import check_kernels
+from tilerank import kernel_checks, machine
 from tilerank.errors import TilerankError
 from tilerank.kernel_checks import Outcome, record_of
-from tilerank.kernels import driver, registry
+from tilerank.kernels import build, driver, registry
 from tilerank.kernels.driver import Tally
 from tilerank.sanitizer import TOOLS, Findings, SanitizerError
 
@@ -67,6 +69,16 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Findings, str] | E
     monkeypatch.setattr(driver, "build_driver", lambda target, operation: Path(target.archs))
     monkeypatch.setattr(driver, "run_driver", lambda program, *_: Tally(44, int(program == Path("80-virtual"))))
     return answers
+
+
+def test_a_stage_says_what_failed_by_its_own_name(
+    tools: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "device_for", lambda _: "cuda")
+    monkeypatch.setattr(build, "present_capabilities", lambda: (90,))
+    stage = SimpleNamespace(name="check_block", settings=SimpleNamespace(machine=SimpleNamespace(name="h200")))
+    check_kernels.check(stage, NAIVE, "block")
+    assert capsys.readouterr().out == "check_block: naive: FAIL (ptx_80: 1 of 44 cases wrong)\n"
 
 
 def test_every_tool_and_architecture_is_asked(tools: dict[str, object]) -> None:
