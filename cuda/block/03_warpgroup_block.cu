@@ -372,6 +372,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
     shared.empty = memory.take<uint64_t>(S::kChunks);
     uint64_t* out_full = memory.take<uint64_t>(Out::kStages);
     uint64_t* out_empty = memory.take<uint64_t>(Out::kStages);
+    uint64_t* met = memory.take<uint64_t>(1);
     uint32_t* words = memory.take<uint32_t>(1 + S::kGroups);  // the part taken; of each group: is it the last?
     const TaskQueues<S::kGroups> queues(memory);
 
@@ -381,7 +382,14 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
         barrier_init(&out_full[threadIdx.x], 1);
         barrier_init(&out_empty[threadIdx.x], S::kGroups * kGroupWarps);
     }
+    if (threadIdx.x == 0) barrier_init(met, S::kThreads);
+    __syncthreads();
     wait_for_launch_before();
+    uint32_t parity = 0;
+    const auto meet = [&] {  // all threads, from their roles
+        barrier_meet(met, parity);
+        parity ^= 1;
+    };
 
     // Each block takes one part of the attention, as a rule. Where blocks begin late, because others have the GPU too,
     // those that run take theirs: whatever the projection waits for is under way.
@@ -391,13 +399,13 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
         const int copy_warp = warp - S::kGroups * kGroupWarps;
 #pragma unroll 1
         for (;;) {
-            __syncthreads();  // the part is taken
+            meet();  // the part is taken
             const int part = uniform(static_cast<int>(words[0]));
             if (part >= parts) break;
             UnitPlace places[2];
             find_places<kUnitRows>(plan.attention, places, lane, part, parts);  // meanwhile the others get the barriers ready
             const PassesFor<D> passes(plan.attention, places);
-            __syncthreads();
+            meet();
             if (copy_warp == S::kCopyWarps) {
                 deal<Element, S::kChunks>(passes, queues, lane);
             } else {
@@ -409,7 +417,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
                 fill_ring<Element, S::kChunks, S::kCopyWarps>(passes, shared.full, shared.empty, copy_warp, copy_tile,
                                                               [] { fence_async_proxy(); });
             }
-            __syncthreads();
+            meet();
         }
         if (threadIdx.x == S::kGroups * kGroupThreads) {
             fence_async_proxy();  // the ring was the attention's
@@ -428,7 +436,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
                 each_barrier([&](int at) { barrier_end(&shared.full[at]), barrier_end(&shared.empty[at]); },
                              [&](int at) { barrier_end(&queues.dealt[at]), barrier_end(&queues.taken[at]); });
             }
-            __syncthreads();  // the part is taken
+            meet();  // the part is taken
             if (static_cast<int>(words[0]) >= parts) break;
             each_barrier(
                 [&](int at) {
@@ -444,9 +452,9 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
                 store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
             }
             fence_async_proxy();
-            __syncthreads();
+            meet();
             attend<Element, D>(plan, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
-            __syncthreads();
+            meet();
         }
         project_out<Element, Out, kInOut>(plan, shared.ring, out_full, out_empty, words + 1, warp / kGroupWarps,
                                           warp % kGroupWarps, lane);
@@ -462,7 +470,8 @@ tilerank_status launch_second(const BlockPlan& plan, const Maps& maps, void* str
     constexpr size_t kSharedBytes =
         DynamicShared::bytes<unsigned char>(ring_bytes<S, Out> + 1024) +
         2 * DynamicShared::bytes<uint64_t>(S::kChunks) + 2 * DynamicShared::bytes<uint64_t>(Out::kStages) +
-        DynamicShared::bytes<uint32_t>(1 + S::kGroups) + TaskQueues<S::kGroups>::bytes();
+        DynamicShared::bytes<uint64_t>(1) + DynamicShared::bytes<uint32_t>(1 + S::kGroups) +
+        TaskQueues<S::kGroups>::bytes();
     static_assert(kSharedBytes <= kMostShared);
     const int64_t work = std::max(plan.args.batch * plan.args.num_heads * plan.row_blocks, out_tiles<Out>(plan));
     const int64_t blocks = std::min<int64_t>(std::max(multiprocessors(), 1), work);

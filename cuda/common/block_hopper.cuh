@@ -92,7 +92,7 @@ struct ProjectShape {
     static constexpr int kRingBytes = kStages * (kLeftBytes + kRightBytes);
     static constexpr size_t bytes() {
         return DynamicShared::bytes<unsigned char>(kRingBytes + 1024) + 3 * DynamicShared::bytes<uint64_t>(kStages) +
-               DynamicShared::bytes<RowScale>(kProjectRows);
+               DynamicShared::bytes<uint64_t>(1) + DynamicShared::bytes<RowScale>(kProjectRows);
     }
 };
 
@@ -260,12 +260,14 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
     uint64_t* arrived = memory.take<uint64_t>(S::kStages);  // raw rows and weights
     uint64_t* full = memory.take<uint64_t>(S::kStages);     // the rows are normalised
     uint64_t* empty = memory.take<uint64_t>(S::kStages);
+    uint64_t* scaled = memory.take<uint64_t>(1);  // the first rows' scales are found
     RowScale* scales = memory.take<RowScale>(kProjectRows);
     const int thread = static_cast<int>(threadIdx.x);
     const int group = uniform(thread / kGroupThreads);
     const int lane = thread % kWarpSize;
     const bool pre_ln = plan.args.pre_ln != 0;
     const ProjectTiles tiles(plan, kColumns, tiles_a_block);
+    constexpr int kScaleWarps = 3 * kGroupWarps - 1;  // all but the one that copies
 
     let_next_launch_begin();
     if (thread < S::kStages) {
@@ -273,19 +275,17 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
         barrier_init(&full[thread], kNormalizeWarps);
         barrier_init(&empty[thread], 2 * kGroupWarps);
     }
+    if (thread == 0) barrier_init(scaled, kScaleWarps * kWarpSize);
     fence_async_proxy();
     for (int64_t i = blockIdx.x * static_cast<int64_t>(kProjectThreads) + thread; i < counters;
          i += gridDim.x * static_cast<int64_t>(kProjectThreads)) {
         plan.counters[i] = 0;
     }
     __syncthreads();
-    // The scales of the first rows are found by all warps but the one that copies.
     const auto find_first_scales = [&] {
-        constexpr int kWarps = 3 * kGroupWarps - 1;
-        constexpr int kScalesBarrier = 2;
-        find_scales<Element, kWarps>(plan, scales, tiles.first / tiles.columns * kProjectRows, thread / kWarpSize - 1,
-                                     lane);
-        group_barrier(kScalesBarrier, kWarps * kWarpSize);
+        find_scales<Element, kScaleWarps>(plan, scales, tiles.first / tiles.columns * kProjectRows,
+                                          thread / kWarpSize - 1, lane);
+        barrier_meet(scaled, 0);
     };
     if (group == 0) {
         give_registers_back<kNormalizeRegisters>();

@@ -91,6 +91,13 @@ __device__ __forceinline__ void barrier_end(uint64_t* barrier) {
 // Ordinary writes to global memory and the copy engine's reads of it see each other's order.
 __device__ __forceinline__ void fence_async_proxy_global() { TILERANK_HOPPER("fence.proxy.async;" ::: "memory"); }
 
+// Where all that arrive at the barrier wait for each other, each at a place of its own in the code: roles of warps meet
+// so. A bar.sync is for one place, and synccheck holds kernels to that.
+__device__ __forceinline__ void barrier_meet(uint64_t* barrier, uint32_t parity) {
+    barrier_arrive(barrier);
+    barrier_wait(barrier, parity);
+}
+
 // ---- Dependent launches ----
 
 // Until the launch before this one is over and its writes are seen. Without a dependent launch nothing to wait for.
