@@ -34,7 +34,6 @@ constexpr int kAttentionBytes = kOnesAt + kOnesBytes;
 // Row sums come out of the product with the values, as one more block of columns that is all ones.
 constexpr int kSumColumns = D + 8;
 constexpr int kTurnBarrier = 1 + kGroups;  // behind those of the groups
-constexpr int kLeaveBarrier = kTurnBarrier + kGroups;
 
 // In the projection two groups multiply and have the third one's registers.
 constexpr int kOutRegisters = 224;
@@ -352,7 +351,7 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
                       lane, true);
         fence_async_proxy_global();
         __syncwarp();
-        const int unit = (tile.first_row + group * kUnitRows) / kUnitRows;
+        const int unit = warp_row / kUnitRows;
         const int units = static_cast<int>(plan.row_blocks);
         if (lane == 0 && unit < units) count_done(heads_done(plan, tile.sequence * units + unit));
     }
@@ -376,8 +375,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.numbers = dynamic.take<int>(kQueryStages);
     const WideRing<S> ring = {shared.memory, dynamic.take<uint64_t>(S::kStages), dynamic.take<uint64_t>(S::kStages),
                               dynamic.take<int>(S::kStages)};
-    uint32_t* is_last = dynamic.take<uint32_t>(1);
-    const WideTiles<S> tiles(plan.rows, ceil_parts(plan.args.width));
+    uint64_t* left = dynamic.take<uint64_t>(1);  // the attention, by those that compute it
 
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = uniform(thread / kWarpSize);
@@ -391,6 +389,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init(&shared.queries_empty[thread], kGroups * kGroupWarps);
     }
     ring.init(thread);
+    if (thread == 0) barrier_init(left, kGroups * kGroupThreads);
     for (int at = thread * 16; at < kOnesBytes; at += kThreads * 16) {
         const uint32_t ones = pack16<Element>(1.0f, 1.0f);
         store_vector(shared.memory + kOnesAt + at, uint4{ones, ones, ones, ones});
@@ -403,10 +402,6 @@ __global__ void __launch_bounds__(kThreads, 1)
          unit += static_cast<int>(gridDim.x) * kThreads) {
         normal.done[unit] = 0;
     }
-    const auto leave_attention = [] {  // its memory is then free for the projection
-        fence_async_proxy();
-        group_barrier(kLeaveBarrier, kThreads);
-    };
     if (warp >= kGroups * kGroupWarps) {
         give_registers_back<kCopyRegisters>();
         if (thread == kGroups * kGroupThreads) {
@@ -414,17 +409,19 @@ __global__ void __launch_bounds__(kThreads, 1)
             fill_attention(plan, attention_maps, shared, all);
         }
         __syncwarp();
-        leave_attention();
-        if (warp == kGroups * kGroupWarps) fill_out<S, kInOut>(plan, maps, tiles, ring, lane);
+        if (warp != kGroups * kGroupWarps) return;
+        barrier_wait(left, 0);  // the attention's memory is free for the projection
+        fill_out<S, kInOut>(plan, maps, ring, lane);
     } else {
         take_registers<kRegisters>();
         attend<Element>(plan, shared, all, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
-        leave_attention();
+        fence_async_proxy();
+        barrier_meet(left, 0);
         if (warp >= kMultiplyWarps) {
             give_registers_back<kIdleRegisters>();
         } else {
             take_registers<kOutRegisters>();
-            project_out<Element, S, kInOut>(plan, tiles, ring, is_last, warp, lane);
+            project_out<Element, S, kInOut>(plan, ring, warp, lane);
         }
     }
 }
@@ -439,7 +436,7 @@ tilerank_status launch_second(const BlockPlan& plan, const WideMaps& maps, const
         DynamicShared::bytes<unsigned char>(kMemoryBytes<kColumns> + 1024) +
         2 * DynamicShared::bytes<uint64_t>(kStages) + 2 * DynamicShared::bytes<uint64_t>(kQueryStages) +
         DynamicShared::bytes<int>(kQueryStages) + 2 * DynamicShared::bytes<uint64_t>(S::kStages) +
-        DynamicShared::bytes<int>(S::kStages) + DynamicShared::bytes<uint32_t>(1);
+        DynamicShared::bytes<int>(S::kStages) + DynamicShared::bytes<uint64_t>(1);
     static_assert(kSharedBytes <= kMostShared);
     const int64_t all = plan.args.batch * plan.args.num_heads * ceil_divide(plan.args.tokens, kTileRows);
     const int64_t work = std::max<int64_t>(all, WideTiles<S>(plan.rows, ceil_parts(plan.args.width)).all);

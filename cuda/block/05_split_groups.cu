@@ -34,9 +34,6 @@ static_assert(kColumns == kBlockRows);
 constexpr int kStageBytes = 4 * kFactorBytes;
 constexpr int kStages = 3;
 constexpr int kRingBytes = kStages * kStageBytes;
-// Behind those of the teams, the first of which is free again in the projection.
-constexpr int kLeaveBarrier = 1 + kTeams;
-constexpr int kOutBarrier = 1;
 
 struct Ring {
     unsigned char* memory;
@@ -346,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Ring ring = {aligned, memory.take<uint64_t>(kStages), memory.take<uint64_t>(kStages),
                        memory.take<uint64_t>(kStages)};
     uint32_t* numbers = memory.take<uint32_t>(kTeams);  // that the teams took
-    uint32_t* is_last = memory.take<uint32_t>(1);
+    uint64_t* left = memory.take<uint64_t>(1);  // the attention, by the teams
     const BlockArgs& args = plan.args;
     const int thread = static_cast<int>(threadIdx.x);
     const int warp = uniform(thread / kWarpSize);
@@ -359,6 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int all = static_cast<int>(row_tiles(rows)) * columns;
 
     ring.init(thread);
+    if (thread == 0) barrier_init(left, kTeams * kGroupThreads);
     prefetch_weights<float, kInOut>(plan);
     fence_async_proxy();
     __syncthreads();
@@ -367,10 +365,6 @@ __global__ void __launch_bounds__(kThreads, 1)
          unit += static_cast<int>(gridDim.x) * kThreads) {
         normal.done[unit] = 0;
     }
-    const auto leave_attention = [] {  // its memory is then free for the projection
-        fence_async_proxy();
-        group_barrier(kLeaveBarrier, kThreads);
-    };
     const auto each_tile = [&](const auto& use) {
 #pragma unroll 1
         for (int tile = static_cast<int>(blockIdx.x); tile < all; tile += static_cast<int>(gridDim.x)) {
@@ -380,8 +374,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     RingPlace<kStages> at;
     if (group == kTeams) {
         give_registers_back<kCopyRegisters>();
-        leave_attention();
         if (warp > kTeams * kGroupWarps) return;
+        barrier_wait(left, 0);  // the attention's memory is free for the projection
         each_tile([&](int first_row, int first_column) {
             wait_for_heads(plan, first_row, lane);
             __syncwarp();
@@ -392,7 +386,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<kTeamRegisters>();
     attend_units<D>(plan, *reinterpret_cast<block_split::KeyStages<D>*>(aligned + group * kTeamBytes<D>),
                     numbers + group, factor, group, thread % kGroupThreads);
-    leave_attention();
+    fence_async_proxy();
+    barrier_meet(left, 0);
     if (group == 2) {
         each_tile([&](int, int) { split_tile<kInOut>(ring, at, steps, thread % kGroupThreads); });
     } else {
@@ -412,18 +407,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                 store_vector(static_cast<float*>(args.out) + token_offset(args.out_strides, row, args.tokens) + column,
                              pair);
             });
-            if (args.pre_ln) return;
-            group_barrier(kOutBarrier, kMultiplyWarps * kWarpSize);
-            if (thread == 0) {
-                uint32_t* done =
-                    heads_done(plan, static_cast<int>(args.batch * plan.row_blocks)) + first_row / kBlockRows;
-                *is_last = counter_add(done, 1) + 1 == static_cast<uint32_t>(columns);
-            }
-            group_barrier(kOutBarrier, kMultiplyWarps * kWarpSize);
-            if (*is_last != 0) {
-                normalize_out_rows<float>(plan, first_row, min(kBlockRows, rows - first_row), warp, kMultiplyWarps,
-                                          lane);
-            }
+            // Where the result is normalised, by the warp that ends its rows last.
+            const int own_row = first_row + warp * kWarpRows;
+            if (args.pre_ln || own_row >= rows) return;
+            __syncwarp();
+            const int before = lane == 0 ? static_cast<int>(counter_add(rows_done(plan, own_row), 1)) : 0;
+            if (uniform(before) + 1 < columns) return;
+            __syncwarp();
+            normalize_out_rows<float>(plan, own_row, min(kWarpRows, rows - own_row), 0, 1, lane);
         });
     }
 }
@@ -441,7 +432,7 @@ tilerank_status launch_typed(const BlockPlan& plan, void* workspace, void* strea
     if (status != TILERANK_OK) return status;
     const int64_t multis = std::max(multiprocessors(), 1);
     constexpr size_t kBarriers = 3 * DynamicShared::bytes<uint64_t>(kStages) +
-                                 DynamicShared::bytes<uint32_t>(kTeams) + DynamicShared::bytes<uint32_t>(1);
+                                 DynamicShared::bytes<uint32_t>(kTeams) + DynamicShared::bytes<uint64_t>(1);
     constexpr size_t kFirstBytes = DynamicShared::bytes<unsigned char>(kRingBytes + 1024) + kBarriers;
     constexpr size_t kSecondBytes = DynamicShared::bytes<unsigned char>(kMemoryBytes<D> + 1024) + kBarriers;
     static_assert(kSecondBytes <= kMostShared);

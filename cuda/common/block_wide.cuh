@@ -15,6 +15,7 @@ using namespace block_hopper;
 constexpr int kBlockRows = 128;  // of a tile, 64 a group
 constexpr int kMultiplyGroups = 2;
 constexpr int kMultiplyWarps = kMultiplyGroups * kGroupWarps;
+constexpr int kWarpRows = 16;
 constexpr int kPartColumns = 64;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -296,12 +297,13 @@ struct WeightPart {
     int column;
 };
 
-// By one warp: brings the factors of tiles until next() gives a number from tiles.all on, and says which they are.
-// wait_for(row) waits until the rows from there on are there; part_at(part) says where a part of the columns is.
-template <typename S, bool kInOut, typename Next, typename WaitFor, typename PartAt>
+// By one warp: brings the factors of tiles that next() gives the numbers of, and says which they are. wait_for(row)
+// waits until the rows from there on are there; part_at(part) says where a part of the columns is. Numbers beyond those
+// of tiles are handed on as well, once wait_beyond(number) returns, until that says false.
+template <typename S, bool kInOut, typename Next, typename WaitFor, typename PartAt, typename WaitBeyond>
 __device__ __forceinline__ void fill_wide(const WideTiles<S>& tiles, const TensorMap& rows, int steps,
                                           const WideRing<S>& ring, int lane, const Next& next, const WaitFor& wait_for,
-                                          const PartAt& part_at) {
+                                          const PartAt& part_at, const WaitBeyond& wait_beyond) {
     RingPlace<S::kStages> at;
     WeightPart parts[S::kParts];
     const auto copy_right = [&](int stage, int step) {
@@ -321,8 +323,11 @@ __device__ __forceinline__ void fill_wide(const WideTiles<S>& tiles, const Tenso
         barrier_wait(&ring.empty[at.stage], at.parity ^ 1);
         if (lane == 0) ring.tiles[at.stage] = tile;
         if (tile >= tiles.all) {
+            const bool goes_on = wait_beyond(tile - tiles.all);
             if (lane == 0) barrier_arrive(&ring.full[at.stage]);
-            return;
+            if (!goes_on) return;
+            at.advance();
+            continue;
         }
         const auto begin_stage = [&](const RingPlace<S::kStages>& place) {
             barrier_wait(&ring.empty[place.stage], place.parity ^ 1);
@@ -510,7 +515,8 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
             [&](int part) -> WeightPart {
                 const int matrix = matrix_of(part);
                 return {&maps.weights[matrix], (part - matrix * matrix_parts) * kPartColumns};
-            });
+            },
+            [](int) { return false; });
     } else if (warp < kGroupWarps) {
         const int units = (static_cast<int>(plan.rows) + kNormalUnit<Element> - 1) / kNormalUnit<Element>;
         if (pre_ln) {
@@ -577,14 +583,17 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
 // ---- Launch 2: the output projection ----
 
 // In the plan's counters: numbers taken of the attention, and of the projection; heads done of each unit of rows;
-// projections done of each kBlockRows rows.
+// projections done of each kWarpRows rows, tiles of columns.
 constexpr int kTickets = 2;
 __device__ __forceinline__ uint32_t* heads_done(const BlockPlan& plan, int unit) {
     return plan.counters + kTickets + unit;
 }
 inline int64_t wide_counters(const BlockArgs& args) {
     return kTickets + args.batch * ceil_divide(args.tokens, kUnitRows) +
-           ceil_divide(args.batch * args.tokens, kBlockRows);
+           ceil_divide(args.batch * args.tokens, kWarpRows);
+}
+__device__ __forceinline__ uint32_t* rows_done(const BlockPlan& plan, int row) {
+    return heads_done(plan, static_cast<int>(plan.args.batch * plan.row_blocks) + row / kWarpRows);
 }
 
 // By one warp: until all heads of the kBlockRows rows from first_row on are there.
@@ -616,23 +625,38 @@ __device__ __forceinline__ void prefetch_weights(const BlockPlan& plan) {
     }
 }
 
+// Rows of the result that are normalised.
+__device__ __forceinline__ int normal_out_rows(const BlockPlan& plan) {
+    return plan.args.pre_ln ? 0 : static_cast<int>(plan.rows);
+}
+// Those that a warp normalises with one number: one where that is a number a block, or less.
+__device__ __forceinline__ int normal_share(const BlockPlan& plan) {
+    return plan.rows > static_cast<int>(gridDim.x) * kMultiplyWarps ? kWarpRows / kMultiplyWarps : 1;
+}
+
 template <typename S, bool kInOut>
-__device__ __forceinline__ void fill_out(const BlockPlan& plan, const WideMaps& maps, const WideTiles<S>& tiles,
-                                         const WideRing<S>& ring, int lane) {
+__device__ __forceinline__ void fill_out(const BlockPlan& plan, const WideMaps& maps, const WideRing<S>& ring,
+                                         int lane) {
+    const WideTiles<S> tiles(plan.rows, ceil_parts(plan.args.width));
     fill_wide<S, kInOut>(
         tiles, maps.attended, (static_cast<int>(plan.columns) + kDepth - 1) / kDepth, ring, lane,
         [&] { return uniform(lane == 0 ? take_ticket(plan.counters + 1) : 0); },
         [&](int row) { wait_for_heads(plan, row, lane); },
-        [&](int part) -> WeightPart { return {&maps.wo, part * kPartColumns}; });
+        [&](int part) -> WeightPart { return {&maps.wo, part * kPartColumns}; },
+        [&](int number) {  // rows to normalise, if any
+            const int row = number * kMultiplyWarps * normal_share(plan);
+            const bool goes_on = row < normal_out_rows(plan);
+            if (goes_on && lane == 0) counter_wait(rows_done(plan, row), static_cast<uint32_t>(tiles.columns));
+            return goes_on;
+        });
 }
 
-// By the warps that multiply: out = attended wo^T + bo + residual; where the result is normalised, by the block that
-// ends its rows last.
+// By the warps that multiply: out = attended wo^T + bo + residual. Where the result is normalised, numbers behind those
+// of the tiles do it, a few rows each, so that all blocks share in it.
 template <typename Element, typename S, bool kInOut>
-__device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTiles<S>& tiles, const WideRing<S>& ring,
-                                            uint32_t* is_last, int warp, int lane) {
-    constexpr int kBarrier = 1;
+__device__ __forceinline__ void project_out(const BlockPlan& plan, const WideRing<S>& ring, int warp, int lane) {
     const BlockArgs& args = plan.args;
+    const WideTiles<S> tiles(plan.rows, ceil_parts(args.width));
     const int width = static_cast<int>(args.width);
     const int rows = static_cast<int>(plan.rows);
     const int tokens = static_cast<int>(args.tokens);
@@ -645,7 +669,19 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTil
 #pragma unroll 1
     for (;;) {
         const int tile = tile_of(ring, at, lane);
-        if (tile >= tiles.all) return;
+        if (tile >= tiles.all) {
+            const int share = normal_share(plan);
+            const int first = (tile - tiles.all) * kMultiplyWarps * share;
+            if (first >= normal_out_rows(plan)) return;
+            const int row = first + warp * share;
+#pragma unroll 1  // code that runs for the first time has to be fetched first
+            for (int i = 0; i < share && row + i < rows; ++i) {
+                normalize_out_rows<Element>(plan, row + i, 1, 0, 1, lane);
+            }
+            if (lane == 0) barrier_arrive(&ring.empty[at.stage]);
+            at.advance();
+            continue;
+        }
         const int first_column = tiles.part(tile) * kPartColumns;
         const int first_row = tiles.row(tile);
         uint32_t bias_pairs[S::kParts][8];
@@ -702,15 +738,8 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const WideTil
             }
             __syncwarp();
         }
-        if (args.pre_ln) continue;
-        group_barrier(kBarrier, kMultiplyWarps * kWarpSize);
-        if (warp == 0 && lane == 0) {
-            uint32_t* done = heads_done(plan, static_cast<int>(args.batch * plan.row_blocks)) + first_row / kBlockRows;
-            *is_last = first_row < rows && counter_add(done, 1) + 1 == static_cast<uint32_t>(tiles.columns);
-        }
-        group_barrier(kBarrier, kMultiplyWarps * kWarpSize);
-        if (*is_last == 0) continue;
-        normalize_out_rows<Element>(plan, first_row, min(kBlockRows, rows - first_row), warp, kMultiplyWarps, lane);
+        const int own_row = first_row + warp * kWarpRows;
+        if (lane == 0 && own_row < normal_out_rows(plan)) count_done(rows_done(plan, own_row));
     }
 }
 

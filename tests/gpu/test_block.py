@@ -211,19 +211,20 @@ def test_is_captured_in_a_graph(row, dtype):
     assert torch.equal(out, run(inputs, 8, 64, **options))
 
 
+@pytest.mark.parametrize("pre_ln", [True, False])
 @pytest.mark.parametrize(("row", "dtype"), ONE_A_ROW)
-def test_two_streams_at_once_end(row, dtype):
+def test_two_streams_at_once_end(row, dtype, pre_ln):
     """Blocks of one call wait for each other: with another call on the GPU they must still all get their turn."""
     skip_elsewhere(row)
     inputs = make_inputs(4, 1024, 1024, 16, 64, DTYPES[dtype], device="cuda")
-    expected = run(inputs, 16, 64, variant=row.name)
+    expected = run(inputs, 16, 64, variant=row.name, pre_ln=pre_ln)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     results = []
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(run(inputs, 16, 64, variant=row.name))
+                results.append(run(inputs, 16, 64, variant=row.name, pre_ln=pre_ln))
     torch.cuda.synchronize()
     assert all(torch.equal(result, expected) for result in results)
 
