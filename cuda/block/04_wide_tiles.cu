@@ -72,16 +72,19 @@ __device__ __forceinline__ int tiles_of_sequence(const BlockPlan& plan) {
     return (static_cast<int>(plan.args.tokens) + kTileRows - 1) / kTileRows;
 }
 
-// Numbers are in the order sequence, tile, head, the head fastest; causal tiles differ in length: the longest come
-// first.
+// Numbers are in the order sequence, tile, head, the head fastest. The shortest come last: the last tiles of sequences,
+// where they have fewer rows, or, if causal, the first ones, which see the fewest keys.
 __device__ __forceinline__ Tile tile_at(const BlockPlan& plan, int number) {
     const int heads = static_cast<int>(plan.args.num_heads);
     const int tiles = tiles_of_sequence(plan);
     Tile tile;
     tile.head = number % heads;
-    const int at = number / heads % tiles;
-    tile.sequence = number / heads / tiles;
     tile.causal = plan.args.causal != 0;
+    const int whole = tile.causal ? tiles : static_cast<int>(plan.args.tokens) / kTileRows;  // of a sequence
+    const int unit = number / heads;
+    const int beyond = unit - static_cast<int>(plan.args.batch) * whole;
+    tile.sequence = beyond < 0 ? unit / whole : beyond;
+    const int at = beyond < 0 ? unit % whole : whole;
     tile.first_row = (tile.causal ? tiles - 1 - at : at) * kTileRows;
     tile.k_len = static_cast<int>(key_length(plan.attention, tile.sequence));
     const int last_row = min(tile.first_row + kTileRows, static_cast<int>(plan.args.tokens)) - 1;
@@ -285,53 +288,56 @@ __device__ __forceinline__ void attend(const BlockPlan& plan, const Shared& shar
                     for (int i = 0; i < 4; ++i) scores[block][i] = -scores[block][i];
                 }
             }
-            // Rows beyond the sequence hold another's queries: they see nothing, so that nothing comes of them.
-            const int every_sees = warp_row + 15 < tokens ? tile.sees(warp_row) - first_key : 0;
-            const int any_sees = tile.sees(warp_row + 15) - first_key;
-            const bool is_whole = every_sees >= kTileKeys;
-            if (!is_whole) {
-                int sees[2];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = warp_row + half * 8 + lane / 4;
-                    sees[half] = row < tokens ? tile.sees(row) - first_key : 0;
-                }
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    if (step * 16 + 16 <= every_sees) continue;
-                    hide_keys(scores[step * 2], step * 16, sees, lane, -INFINITY);
-                    hide_keys(scores[step * 2 + 1], step * 16 + 8, sees, lane, -INFINITY);
-                }
-            }
-            if (key_tile == 0) {
-                // A little below the largest, by which a fused product can differ: that weight is then at least 1.
-                constexpr float kRounding = 0x1p-22f;
-                find_largest<kFirstBlocks>(reference, scores, size);
-                reference[0] -= fabsf(reference[0]) * kRounding;
-                reference[1] -= fabsf(reference[1]) * kRounding;
-            }
-            if (!is_steep) {
-                is_steep = is_whole ? weigh<Element, true, true>(scores, weights, reference, size, 0)
-                                    : weigh<Element, false, true>(scores, weights, reference, size, any_sees);
-            }
-            if (is_steep) {  // from here on, references are raised before weights can grow too large
-                float largest[2];
-                find_largest<kSteps * 2>(largest, scores, size);
-                if (__any_sync(kFullMask,
-                               largest[0] > reference[0] + kMostAbove || largest[1] > reference[1] + kMostAbove)) {
+            // Rows beyond the sequence hold another's queries: they see nothing, so that nothing comes of them. A warp
+            // that has no others weighs nothing: what it multiplies is never stored.
+            if (warp_row < tokens) {
+                const int every_sees = warp_row + 15 < tokens ? tile.sees(warp_row) - first_key : 0;
+                const int any_sees = tile.sees(warp_row + 15) - first_key;
+                const bool is_whole = every_sees >= kTileKeys;
+                if (!is_whole) {
+                    int sees[2];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        largest[half] = fmaxf(largest[half], reference[half]);
-                        const float rescale = exp2_approx(reference[half] - largest[half]);
-                        reference[half] = largest[half];
+                        const int row = warp_row + half * 8 + lane / 4;
+                        sees[half] = row < tokens ? tile.sees(row) - first_key : 0;
+                    }
 #pragma unroll
-                        for (int column = 0; column < kSumColumns / 8; ++column) {
-                            sums[column][half * 2] *= rescale;
-                            sums[column][half * 2 + 1] *= rescale;
-                        }
+                    for (int step = 0; step < kSteps; ++step) {
+                        if (step * 16 + 16 <= every_sees) continue;
+                        hide_keys(scores[step * 2], step * 16, sees, lane, -INFINITY);
+                        hide_keys(scores[step * 2 + 1], step * 16 + 8, sees, lane, -INFINITY);
                     }
                 }
-                weigh<Element, false, false>(scores, weights, reference, size, any_sees);
+                if (key_tile == 0) {
+                    // A little below the largest, by which a fused product can differ: that weight is then at least 1.
+                    constexpr float kRounding = 0x1p-22f;
+                    find_largest<kFirstBlocks>(reference, scores, size);
+                    reference[0] -= fabsf(reference[0]) * kRounding;
+                    reference[1] -= fabsf(reference[1]) * kRounding;
+                }
+                if (!is_steep) {
+                    is_steep = is_whole ? weigh<Element, true, true>(scores, weights, reference, size, 0)
+                                        : weigh<Element, false, true>(scores, weights, reference, size, any_sees);
+                }
+                if (is_steep) {  // from here on, references are raised before weights can grow too large
+                    float largest[2];
+                    find_largest<kSteps * 2>(largest, scores, size);
+                    if (__any_sync(kFullMask,
+                                   largest[0] > reference[0] + kMostAbove || largest[1] > reference[1] + kMostAbove)) {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            largest[half] = fmaxf(largest[half], reference[half]);
+                            const float rescale = exp2_approx(reference[half] - largest[half]);
+                            reference[half] = largest[half];
+#pragma unroll
+                            for (int column = 0; column < kSumColumns / 8; ++column) {
+                                sums[column][half * 2] *= rescale;
+                                sums[column][half * 2 + 1] *= rescale;
+                            }
+                        }
+                    }
+                    weigh<Element, false, false>(scores, weights, reference, size, any_sees);
+                }
             }
             take_turn();
             issue_sums(at.stage, key_tile == 0);
