@@ -651,6 +651,47 @@ __device__ __forceinline__ void fill_out(const BlockPlan& plan, const WideMaps& 
         });
 }
 
+// Normalises a row of the result in place, by one warp: as normalize_out_rows does, with all that it takes loaded at
+// once, and by little code, which has to be fetched where it runs for the first time.
+template <typename Element>
+__device__ __forceinline__ void normalize_out_row(const BlockPlan& plan, int row, int lane) {
+    constexpr int kPart = 16 / sizeof(Element);
+    constexpr int kParts = kHeldParts<Element>;
+    const BlockArgs& args = plan.args;
+    const int width = static_cast<int>(args.width);
+    if (!is_held<Element>(width, true)) return normalize_out_rows<Element>(plan, row, 1, 0, 1, lane);
+    Element* out = static_cast<Element*>(args.out) + token_offset(args.out_strides, row, args.tokens);
+    uint4 raw[kParts];
+    uint4 raw_gamma[kParts];
+    uint4 raw_beta[kParts] = {};
+    const uint32_t ones = pack16<Element>(1.0f, 1.0f);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) raw_gamma[part] = uint4{ones, ones, ones, ones};
+    hold_row<Element>(raw, out, width, lane);
+    if (args.gamma != nullptr) hold_row<Element>(raw_gamma, static_cast<const Element*>(args.gamma), width, lane);
+    if (args.beta != nullptr) hold_row<Element>(raw_beta, static_cast<const Element*>(args.beta), width, lane);
+    const RowScale scale = scale_of_parts<Element>(raw, width, static_cast<float>(args.epsilon), lane);
+    const auto unpack = [](float (&to)[kPart], const uint4& from) {
+        Element elements[kPart];
+        memcpy(elements, &from, 16);
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) to[e] = to_float(elements[e]);
+    };
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        const int column = (part * kWarpSize + lane) * kPart;
+        if (column >= width) continue;
+        float values[kPart];
+        float gamma[kPart];
+        float beta[kPart];
+        unpack(values, raw[part]);
+        unpack(gamma, raw_gamma[part]);
+        unpack(beta, raw_beta[part]);
+        normalize_part(values, scale, gamma, beta, kPart);
+        store_floats(out + column, values, kPart, true);
+    }
+}
+
 // By the warps that multiply: out = attended wo^T + bo + residual. Where the result is normalised, numbers behind those
 // of the tiles do it, a few rows each, so that all blocks share in it.
 template <typename Element, typename S, bool kInOut>
@@ -674,10 +715,8 @@ __device__ __forceinline__ void project_out(const BlockPlan& plan, const WideRin
             const int first = (tile - tiles.all) * kMultiplyWarps * share;
             if (first >= normal_out_rows(plan)) return;
             const int row = first + warp * share;
-#pragma unroll 1  // code that runs for the first time has to be fetched first
-            for (int i = 0; i < share && row + i < rows; ++i) {
-                normalize_out_rows<Element>(plan, row + i, 1, 0, 1, lane);
-            }
+#pragma unroll 1
+            for (int i = 0; i < share && row + i < rows; ++i) normalize_out_row<Element>(plan, row + i, lane);
             if (lane == 0) barrier_arrive(&ring.empty[at.stage]);
             at.advance();
             continue;
