@@ -26,8 +26,11 @@ int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_b
 template <typename... Parameters>
 int launch_overlapped(bool overlap, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                       void* stream, typename Exactly<Parameters>::type... arguments) {
-    if (!overlap) return launch(kernel, grid, block, shared_bytes, stream, arguments...);
     const void* function = reinterpret_cast<const void*>(kernel);
+    cudaFuncAttributes compiled{};
+    if (overlap) cudaFuncGetAttributes(&compiled, function);
+    // Code for an older architecture waits for nothing, whichever GPU runs it.
+    if (compiled.ptxVersion < 90) return launch(kernel, grid, block, shared_bytes, stream, arguments...);
     cudaError_t error =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error == cudaSuccess) {

@@ -149,7 +149,9 @@ class PackedEncoder:
             self._body = _UnpaddedModel(model, head, attention)
             if prepacked:
                 prepack_linears(model.base_model.encoder.layer)
-        self.graphs = GraphCache(self._body, device, self._budget + max_length, max_length) if graphs else None
+        self.graphs: GraphCache | None = None
+        if graphs:
+            self.graphs = GraphCache(self._body, device, self._budget + max_length, max_length, dtype=torch.float32)
 
     def plan(self, lengths: np.ndarray, batch_size: int | None) -> list[np.ndarray]:
         """Batches of nearly as many tokens each."""
@@ -187,11 +189,11 @@ class PackedEncoder:
         return staged, made
 
     def forward(self, batch: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits or vectors of one batch."""
+        """Logits or vectors of one batch, float32."""
         if self.graphs is not None:
             return self.graphs.run(batch, out)[: batch.used_sequences]
         result = self._body(batch.parts(), batch.longest)[: batch.used_sequences]
-        return result if out is None else out.copy_(result, non_blocking=True)
+        return result.float() if out is None else out.copy_(result, non_blocking=True)
 
     def _shape(self, tokens: int, sequences: int) -> tuple[int, int]:
         bucket = None if self.graphs is None else self.graphs.bucket(tokens, sequences)
@@ -199,13 +201,13 @@ class PackedEncoder:
 
 
 def _pooled(model: FusedModel, head: Head) -> Callable[[tuple[torch.Tensor, ...], int], torch.Tensor]:
-    """Logits ``[n]`` or vectors ``[n, d]``, float32, of what ``model`` gives."""
+    """Logits ``[n]`` or vectors ``[n, d]`` of what ``model`` gives, in its dtype: who takes them away converts them."""
 
     def body(parts: tuple[torch.Tensor, ...], longest: int) -> torch.Tensor:
         found = model(parts, longest)
         if head.is_classifier:
-            return found[:, 0].float()
-        return found.float() if head.pool == "first" else _mean(found, parts[3])
+            return found[:, 0]
+        return found if head.pool == "first" else _mean(found, parts[3])
 
     return body
 

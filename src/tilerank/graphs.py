@@ -47,11 +47,20 @@ class GraphCache:
     A graph is captured when its bucket is first seen, after one call without it. All share one memory pool and one
     input, so that memory is that of the largest, and take turns: safe for several threads and streams. ``longest``
     (tokens of the longest sequence served) and ``most_tokens`` (of a batch) hold for every graph; what does not fit
-    runs as it is.
+    runs as it is. ``dtype``: of results; None leaves them in the body's.
     """
 
-    def __init__(self, body: Body, device: torch.device, most_tokens: int, longest: int) -> None:
+    def __init__(
+        self,
+        body: Body,
+        device: torch.device,
+        most_tokens: int,
+        longest: int,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._body = body
+        self._dtype = dtype
         self._device = device
         self._most_tokens = most_tokens
         self._longest = longest
@@ -85,7 +94,9 @@ class GraphCache:
                 self._eager += 1
             batch = replace(batch, values=batch.values.to(self._device, non_blocking=True))
             result = self._body(batch.parts(), batch.longest)
-            return result if out is None else out.copy_(result[: len(out)], non_blocking=True)
+            if out is None:
+                return result.to(self._dtype or result.dtype)
+            return out.copy_(result[: len(out)], non_blocking=True)
         with self._lock:
             stream = torch.cuda.current_stream(self._device)
             last, self._stream = self._stream, stream
@@ -101,7 +112,10 @@ class GraphCache:
                 self._graphs.popitem(last=False)
             graph.graph.replay()
             result = graph.result
-            result = result.clone() if out is None else out.copy_(result[: len(out)], non_blocking=True)
+            if out is None:
+                result = result.to(self._dtype or result.dtype, copy=True)  # the next replay writes there
+            else:
+                result = out.copy_(result[: len(out)], non_blocking=True)
             self._replays += 1
             self._tokens += batch.tokens
             self._padding += batch.tokens - batch.used_tokens
