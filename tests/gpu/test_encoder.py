@@ -110,7 +110,7 @@ def test_linear_layers_normalised(dtype: str, in_place: bool, rows: int, depth: 
 
 
 ACTIVATIONS = {None: lambda x: x, "gelu": functional.gelu, "tanh": torch.tanh}
-FEW = [(50, 1, 384), (50, 384, 384), (64, 1536, 384), (64, 384, 1536), (65, 30, 72), (1024, 768, 3072), (5000, 1024, 64)]
+FEW = [(50, 1, 96), (50, 384, 384), (64, 1536, 384), (64, 384, 1536), (65, 30, 72), (1024, 768, 3072), (5000, 1024, 64)]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
