@@ -382,11 +382,11 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1)
         barrier_init(&out_full[threadIdx.x], 1);
         barrier_init(&out_empty[threadIdx.x], S::kGroups * kGroupWarps);
     }
-    if (threadIdx.x == 0) barrier_init(met, S::kThreads / kWarpSize);
+    if (threadIdx.x == 0) barrier_init(met, S::kThreads);
     __syncthreads();
     wait_for_launch_before();
     uint32_t parity = 0;
-    const auto meet = [&] {  // all warps, from their roles
+    const auto meet = [&] {  // all threads, from their roles
         barrier_meet(met, parity);
         parity ^= 1;
     };

@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init(&shared.queries_empty[thread], kGroups * kGroupWarps);
     }
     ring.init(thread);
-    if (thread == 0) barrier_init(left, kGroups * kGroupWarps);
+    if (thread == 0) barrier_init(left, kGroups * kGroupThreads);
     for (int at = thread * 16; at < kOnesBytes; at += kThreads * 16) {
         const uint32_t ones = pack16<Element>(1.0f, 1.0f);
         store_vector(shared.memory + kOnesAt + at, uint4{ones, ones, ones, ones});

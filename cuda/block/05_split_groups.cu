@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int all = static_cast<int>(row_tiles(rows)) * columns;
 
     ring.init(thread);
-    if (thread == 0) barrier_init(left, kTeams * kGroupWarps);
+    if (thread == 0) barrier_init(left, kTeams * kGroupThreads);
     prefetch_weights<float, kInOut>(plan);
     fence_async_proxy();
     __syncthreads();

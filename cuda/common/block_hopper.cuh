@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kProjectThreads, 1)
         barrier_init(&full[thread], kNormalizeWarps);
         barrier_init(&empty[thread], 2 * kGroupWarps);
     }
-    if (thread == 0) barrier_init(scaled, kScaleWarps);
+    if (thread == 0) barrier_init(scaled, kScaleWarps * kWarpSize);
     fence_async_proxy();
     for (int64_t i = blockIdx.x * static_cast<int64_t>(kProjectThreads) + thread; i < counters;
          i += gridDim.x * static_cast<int64_t>(kProjectThreads)) {

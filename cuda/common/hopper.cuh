@@ -91,11 +91,10 @@ __device__ __forceinline__ void barrier_end(uint64_t* barrier) {
 // Ordinary writes to global memory and the copy engine's reads of it see each other's order.
 __device__ __forceinline__ void fence_async_proxy_global() { TILERANK_HOPPER("fence.proxy.async;" ::: "memory"); }
 
-// Where whole warps, which the barrier counts, wait for each other, each at a place of its own in the code: roles meet so.
-// A bar.sync is for one place, and synccheck holds kernels to that.
+// Where all that arrive at the barrier wait for each other, each at a place of its own in the code: roles of warps meet
+// so. A bar.sync is for one place, and synccheck holds kernels to that.
 __device__ __forceinline__ void barrier_meet(uint64_t* barrier, uint32_t parity) {
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(barrier);
+    barrier_arrive(barrier);
     barrier_wait(barrier, parity);
 }
 
