@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilerank.spread import spread, start, threads
+from tilerank.spread import cores, spread, start, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,7 +78,9 @@ _SMALLEST_PART = 2048
 """Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
 _MANY = 32
-"""Texts in one call that ``tokie`` shares out among threads of its own, which wait from call to call."""
+"""Texts in one call that ``tokie`` shares out among threads of its own, one for each core."""
+_MOST_CORES = 16
+"""Beyond as many, waking its threads takes longer than the helpers of `tilerank.spread` take for all of a query."""
 
 _LAST_ASCII = AGREED[0][1]
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
@@ -118,7 +120,7 @@ class FastEncoder:
 
     def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
-        if len(texts) >= _MANY:
+        if len(texts) >= _MANY and cores() <= _MOST_CORES:
             whole = start(self._each_if_agreed, [texts], 1)
             return lambda: whole.wait()[0] or self._encode_mixed(texts)
         if self._separator is None or not texts:

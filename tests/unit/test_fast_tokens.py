@@ -127,6 +127,7 @@ def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypat
     counted = copy.copy(encoder)
     counted._fast = fast = Counted(encoder._fast)
     monkeypatch.setattr(fast_tokens, "threads", lambda: 8)
+    monkeypatch.setattr(fast_tokens, "cores", lambda: 16)
     assert len(counted.encode(["the cell " * 200] * 24)) == 24
     assert sum(fast.lengths) == 24 * (1800 + len("[PAD]"))
     assert len(fast.lengths) == 8, "a call for each thread"
@@ -142,6 +143,11 @@ def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypat
     assert [len(row) for row in counted.encode(["the cell " * 200, ""] * 16)] == [400, 0] * 16
     assert fast.lengths == [1800, 0] * 16
     assert fast.calls == 1, "tokie shares many out itself"
+    monkeypatch.setattr(fast_tokens, "cores", lambda: 17)
+    fast.lengths.clear()
+    assert [len(row) for row in counted.encode(["the cell " * 200, ""] * 16)] == [400, 0] * 16
+    assert len(fast.lengths) == 8, "which takes too long with so many threads"
+    monkeypatch.setattr(fast_tokens, "cores", lambda: 16)
     fast.lengths.clear()
     assert len(counted.encode(["the cell"] * 40 + ["a\x7fb"])) == 41
     assert fast.lengths == [8] * 40, "text by text here too"
