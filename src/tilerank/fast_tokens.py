@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilerank.spread import cores, spread, start, threads
+from tilerank.spread import spread, start, threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -77,10 +77,6 @@ _AT_ONCE = LONGEST // 4
 _SMALLEST_PART = 2048
 """Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
-_MANY = 32
-"""Texts in one call that ``tokie`` shares out among threads of its own, one for each core."""
-_MOST_CORES = 16
-"""Beyond as many, waking its threads takes longer than the helpers of `tilerank.spread` take for all of a query."""
 
 _LAST_ASCII = AGREED[0][1]
 _IS_AGREED = np.zeros(0x110000, dtype=bool)
@@ -120,14 +116,8 @@ class FastEncoder:
 
     def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
-        if len(texts) >= _MANY and cores() <= _MOST_CORES:
-            whole = start(self._each_if_agreed, [texts], 1)
-            return lambda: whole.wait()[0] or self._encode_mixed(texts)
         if self._separator is None or not texts:
             return lambda: self._encode_mixed(texts)
-        return self._start_joined(texts)
-
-    def _start_joined(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         parts = _parts(texts)
         work = start(self._ids_if_agreed, parts, min(len(parts), threads()) - 1)
         return lambda: self._rows(texts, work.wait())
@@ -154,14 +144,6 @@ class FastEncoder:
     def _ids_if_agreed(self, texts: Sequence[str]) -> np.ndarray | None:
         """Ids of the texts, the separator's behind each; None where `are_agreed` is not sure of them."""
         return self._ids(self._separator[0].join([*texts, ""])) if are_agreed(texts) else None
-
-    def _each_if_agreed(self, texts: Sequence[str]) -> list[np.ndarray] | None:
-        """Ids of each text, of all in one call; None where `are_agreed` is not sure of them."""
-        if not are_agreed(texts):
-            return None
-        ids, lengths = self._fast.encode_batch_flat(list(texts), False)
-        ids, ends = ids.view(np.int32), np.cumsum(lengths).tolist()
-        return [ids[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
     def _ids(self, text: str) -> np.ndarray:
         """Gives up the interpreter's lock while it works."""

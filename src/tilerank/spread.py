@@ -21,14 +21,10 @@ MOST_HELPERS = 7
 """Beside the caller, and no more than there are cores: each costs the others a turn at the interpreter's lock."""
 
 
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads() -> int:
     """How many threads `spread` works with, the caller's included."""
-    return 1 + min(MOST_HELPERS, cores() - 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 + min(MOST_HELPERS, cores - 1)
 
 
 def spread(function: Callable[[Part], Found], parts: Sequence[Part]) -> list[Found]:
