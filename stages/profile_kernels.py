@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 def run(stage: Stage) -> None:
     """Write metrics/<machine>/profile_kernels_<variant>.json."""
     from tilerank.bench import attention
-    from tilerank.bench.workloads import seed_workload
     from tilerank.kernels import registry
     from tilerank.machine import device_for
     from tilerank.profiling import NcuError, kernel_profiles, run_ncu
@@ -25,9 +24,8 @@ def run(stage: Stage) -> None:
             raise NcuError("host code: there is no kernel to profile")
         if device_for(stage.settings.machine.name) == "cpu":
             raise NcuError("no CUDA device is used on this machine")
-        head_dim = seed_workload().head_dim
-        if row.head_dims is not None and head_dim not in row.head_dims:
-            raise NcuError(f"the workload's head_dim is {head_dim}; it serves: {', '.join(map(str, row.head_dims))}")
+        if refusal := attention.workload_refusal(row, row.precisions[0]):
+            raise NcuError(f"the workload's {refusal}")
         command = [sys.executable, "-m", "tilerank.bench.attention", row.name]
         if "fp32" not in row.dtypes:
             command += ["--precision", row.dtypes[0]]

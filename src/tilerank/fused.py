@@ -220,7 +220,6 @@ class KernelParts(TorchParts):
         self._sm = 10 * major + minor
         self._precision = precision
         self._few_rows = few_rows
-        self._overlap = OVERLAP and self._sm >= 90
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
         """See `Parts`."""
@@ -248,7 +247,7 @@ class KernelParts(TorchParts):
 
         self.used["token_attention"] = row.name
         return lambda q, k, v, bounds, longest, scale: encoder_ops.token_attention(
-            q, k, v, bounds, scale, variant=row.name, overlap=self._overlap
+            q, k, v, bounds, scale, variant=row.name, overlap=OVERLAP
         )
 
     def linear(
@@ -258,10 +257,10 @@ class KernelParts(TorchParts):
         from tilerank.kernels import encoder_ops
 
         columns, depth = weight.shape
-        options: dict[str, Any] = {"activation": _ACTIVATIONS.get(activation), "overlap": self._overlap}
+        options: dict[str, Any] = {"activation": _ACTIVATIONS.get(activation), "overlap": OVERLAP}
         has_end = activation in (None, gelu) and self._multiplies(name)
         if activation in _ACTIVATIONS and self._serves_few(depth):
-            weights = encoder_ops.plain(self._here(weight).contiguous())
+            weights = encoder_ops.plain(self._contiguous(weight))
             options["variant"] = "few_rows"
         elif has_end and self._runs("linear", "resident_rows") and columns % 128 == 0 and depth in (128, 256, 384):
             weights = encoder_ops.interleaved(self._here(weight))
@@ -286,7 +285,7 @@ class KernelParts(TorchParts):
         own, few = self._multiplies(name), self._serves_few(depth)
         row = None
         if few and columns <= FEW_ROWS_WIDTH:
-            row, weights = "few_rows", encoder_ops.plain(self._here(weight).contiguous())
+            row, weights = "few_rows", encoder_ops.plain(self._contiguous(weight))
         elif own and self._runs("linear", "row_layernorm") and columns == 384 and depth % 64 == 0:
             row, weights = "row_layernorm", encoder_ops.interleaved(self._here(weight))
         if row is not None:
@@ -294,19 +293,19 @@ class KernelParts(TorchParts):
 
             def in_one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
                 ends = (bias, residual, gamma, beta, norm.eps)
-                return encoder_ops.linear_norm(x, weights, *ends, variant=row, overlap=self._overlap, out=residual)
+                return encoder_ops.linear_norm(x, weights, *ends, variant=row, overlap=OVERLAP, out=residual)
 
             return in_one
         if not self._runs("layernorm", NORM):
             return super().linear_norm(name, weight, bias, norm, bound)
         if own and self._can_split(columns, depth, bound):
             weights = encoder_ops.split(self._here(weight))
-            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": self._overlap}
+            options = {"variant": "split_rows", "x_exponent": _split_exponent(bound), "overlap": OVERLAP}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
             self.used[name] = f"split_rows, {NORM}"
         elif few:
-            weights = encoder_ops.plain(self._here(weight).contiguous())
-            options = {"variant": "few_rows", "overlap": self._overlap}
+            weights = encoder_ops.plain(self._contiguous(weight))
+            options = {"variant": "few_rows", "overlap": OVERLAP}
             multiply = functools.partial(encoder_ops.linear, weights=weights, bias=None, **options)
             self.used[name] = f"few_rows, {NORM}"
         else:
@@ -339,7 +338,7 @@ class KernelParts(TorchParts):
         from tilerank.kernels import encoder_ops
 
         def here(weight: torch.Tensor, bias: torch.Tensor) -> Weights:
-            return self._here(weight).contiguous(), self._here(bias)
+            return self._contiguous(weight), self._here(bias)
 
         weights = encoder_ops.LayerWeights(
             out=here(out.dense.weight, out.dense.bias),
@@ -350,12 +349,15 @@ class KernelParts(TorchParts):
             epsilon=norms[0].eps,
         )
         self.used["between"] = "resident_tokens"
-        options: dict[str, Any] = {"variant": "resident_tokens", "overlap": self._overlap}
+        options: dict[str, Any] = {"variant": "resident_tokens", "overlap": OVERLAP}
         return lambda found, x: encoder_ops.layer(found, x, weights, **options)
 
     def _multiplies(self, name: str) -> bool:
         """Whether the part's product is computed by a kernel here."""
         return not self._few_rows and name in OWN_PRODUCTS
+
+    def _contiguous(self, weight: torch.Tensor) -> torch.Tensor:
+        return self._here(weight).contiguous()
 
     def _serves_few(self, depth: int) -> bool:
         return self._few_rows and depth % 8 == 0 and self._runs("linear", "few_rows")

@@ -19,7 +19,7 @@ from projects import commit_tree
 from tilerank import tracking
 from tilerank.config import load_settings
 from tilerank.kernels.registry import attention_rows
-from tilerank.report import build_report, read_records
+from tilerank.report import Record, build_report, read_records
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
@@ -88,11 +88,16 @@ def page(browser, lab_book: LabBook) -> Iterator:
     opened.close()
 
 
+def recorded(lab_book: LabBook) -> tuple[Record, ...]:
+    """The records of the machine that the clone is set to."""
+    machine = load_settings(lab_book.root / "params.yaml").machine.name
+    return read_records(lab_book.root / "metrics" / machine)
+
+
 def timed_rungs(lab_book: LabBook) -> dict[str, float]:
     """Variant -> microseconds, in ladder order, of the machine with the record."""
-    machine = load_settings(lab_book.root / "params.yaml").machine.name
     times = {}
-    for record in read_records(lab_book.root / "metrics" / machine):
+    for record in recorded(lab_book):
         for variant, values in record.values.get("ladder", {}).items():
             if "us" in values:
                 times[variant] = values["us"]
@@ -101,10 +106,9 @@ def timed_rungs(lab_book: LabBook) -> dict[str, float]:
 
 def bars(lab_book: LabBook) -> int:
     """Variants and precisions that have a time; `ping_pong` for one has none on the ladder's workload."""
-    machine = load_settings(lab_book.root / "params.yaml").machine.name
     sections = [
         section
-        for record in read_records(lab_book.root / "metrics" / machine)
+        for record in recorded(lab_book)
         for section in (record.values.get("ladder", {}), *record.values.get("rungs", {}).values())
     ]
     return sum("us" in values for section in sections for values in section.values())

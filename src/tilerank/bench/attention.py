@@ -397,14 +397,21 @@ def bench_variant(row: registry.Row, timing: TimingSettings) -> dict[str, dict[s
     return records
 
 
-def _not_served(row: registry.Row, precision: str) -> str | None:
+def workload_refusal(row: registry.Row, precision: str, sm: int | None = None) -> str | None:
+    """Why the row does not serve workload seed at that precision, or None when it does.
+
+    sm: the GPU's compute capability times ten; None: the lowest that the row runs on.
+    """
     workload = seed_workload()
-    major, minor = torch.cuda.get_device_capability()
     dtype = "fp32" if precision == "tf32" else precision
-    request = registry.Request(
-        "cuda", 10 * major + minor, dtype, workload.head_dim, row.timed_layout, workload.padded_length
-    )
-    refusal = registry.refusal(row, request)
+    sm = row.lowest_sm(dtype) if sm is None else sm
+    request = registry.Request("cuda", sm, dtype, workload.head_dim, row.timed_layout, workload.padded_length)
+    return registry.refusal(row, request)
+
+
+def _not_served(row: registry.Row, precision: str) -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    refusal = workload_refusal(row, precision, 10 * major + minor)
     return None if refusal is None else f"not served on this GPU: {refusal}"
 
 
