@@ -115,6 +115,8 @@ def bars(lab_book: LabBook) -> int:
 
 
 def test_two_rungs_are_selected_compared_and_charted(page, lab_book: LabBook) -> None:
+    from playwright.sync_api import expect
+
     times = timed_rungs(lab_book)
     first, *_, last = times
     # The charts: the ladder's own metric has one, with a bar for every run that has a time, at 16 bit too.
@@ -124,8 +126,8 @@ def test_two_rungs_are_selected_compared_and_charted(page, lab_book: LabBook) ->
     assert runs >= timed >= len(times) > 10, "more than MLflow draws of its own"
     page.get_by_placeholder("Search metric charts").fill("ladder/us")
     chart = page.locator(".js-plotly-plot").first
-    chart.locator(".bars path").nth(timed - 1).wait_for()
-    assert chart.locator(".bars .point").count() == timed
+    # Runs arrive one page after another, and each page draws the chart anew: only a count that waits is safe.
+    expect(chart.locator(".bars .point")).to_have_count(timed, timeout=PATIENCE)
     # Two rungs, compared.
     for name in (first, last):
         row = page.locator(".ag-row").filter(has=page.get_by_role("link", name=name, exact=True))
