@@ -21,6 +21,7 @@ from torch.nn import functional
 from tilerank.errors import TilerankError
 from tilerank.graphs import MOST_SEQUENCES
 from tilerank.kernels import registry
+from tilerank.kernels.torch_device import device_sm
 from tilerank.packed_attention import PackedAttention
 from tilerank.precision import PRECISIONS
 
@@ -216,8 +217,7 @@ class KernelParts(TorchParts):
 
     def __init__(self, device: torch.device, precision: str, *, few_rows: bool = False) -> None:
         super().__init__(device, precision)
-        major, minor = torch.cuda.get_device_capability(device)
-        self._sm = 10 * major + minor
+        self._sm = device_sm(device)
         self._precision = precision
         self._few_rows = few_rows
 

@@ -95,12 +95,9 @@ def compute_capability(machine_name: str) -> int:
     """
     if machine_name in _COMPUTE_CAPABILITIES:
         return _COMPUTE_CAPABILITIES[machine_name]
-    if device_for(machine_name) == "cpu":
-        return 0
-    import torch
+    from tilerank.kernels.torch_device import device_sm
 
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    return device_sm(device_for(machine_name))
 
 
 def require_machine(machine_name: str) -> None:

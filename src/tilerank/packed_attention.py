@@ -16,6 +16,7 @@ import torch
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import registry
+from tilerank.kernels.torch_device import device_sm
 
 Attend: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor
@@ -53,12 +54,11 @@ def choose(
         return None
     if attention == "sdpa":
         return _torch_part(device, dtype, head_dim, "asked for")
-    sm = 10 * (capability := torch.cuda.get_device_capability(device))[0] + capability[1] if _is_cuda(device) else 0
-    request = registry.Request(device.type, sm, _DTYPE_NAMES[dtype], head_dim, "packed", max_length)
+    request = registry.Request(device.type, device_sm(device), _DTYPE_NAMES[dtype], head_dim, "packed", max_length)
     if attention != "auto":
         row = registry.get(attention)
         return None if registry.refusal(row, request) else _kernel(row.name, "asked for")
-    if not _is_cuda(device):
+    if device.type != "cuda":
         return _torch_part(device, dtype, head_dim, "no kernel is meant for this device")
     selection = registry.select(request, registry.attention_rows())
     if selection.row.name == _SERVES_ANYTHING:
@@ -127,14 +127,10 @@ def _no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
         raise ValueError("packed input takes no attention_mask: the bounds of the sequences say everything")
 
 
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _torch_part(device: torch.device, dtype: torch.dtype, head_dim: int, reason: str) -> PackedAttention:
-    if not _is_cuda(device):
+    if device.type != "cuda":
         return PackedAttention("sdpa", _by_sequence, reason)
-    has_flash = torch.cuda.get_device_capability(device) >= (8, 0)
+    has_flash = device_sm(device) >= 80
     if dtype != torch.float32 and has_flash and head_dim % 8 == 0 and head_dim <= 256:
         return PackedAttention("varlen", _flash, reason)
     return PackedAttention("mem_efficient", _efficient, reason)

@@ -23,6 +23,7 @@ from tilerank.encoder import Encoder, Head, PackedEncoder, PaddedEncoder, can_pr
 from tilerank.errors import TilerankError
 from tilerank.fused import refusal as fused_refusal
 from tilerank.host_path import AUTO, HostPath
+from tilerank.kernels.torch_device import device_sm
 from tilerank.models import WEIGHTS, Kind, ModelDescription, describe, resolve_path
 from tilerank.packed_attention import PackedAttention
 from tilerank.precision import PRECISIONS, arithmetic
@@ -565,10 +566,9 @@ def _check_variant(
             "use auto or eager"
         )
     config = model.config
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     request = registry.Request(
         device=device.type,
-        sm=10 * major + minor,
+        sm=device_sm(device),
         dtype="fp32" if precision == "tf32" else precision,
         head_dim=_head_dim(config),
         layout="padded",

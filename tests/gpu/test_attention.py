@@ -15,6 +15,7 @@ import tilerank
 from tests.kernels import reference
 from tilerank.bench.drop_in import OUR_OPERATOR, attention_time
 from tilerank.kernels import registry
+from tilerank.kernels.torch_device import device_sm
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +67,7 @@ def inputs(dtype, head_dim, q_len, k_len=None, batch=2, heads=HEADS, kv_heads=No
 
 
 def serves(row, dtype, head_dim, layout, k_len, *masks):
-    sm = torch.cuda.get_device_capability()
-    request = registry.Request("cuda", 10 * sm[0] + sm[1], dtype, head_dim, layout, k_len, frozenset(masks))
+    request = registry.Request("cuda", device_sm("cuda"), dtype, head_dim, layout, k_len, frozenset(masks))
     return registry.refusal(row, request) is None
 
 
@@ -549,8 +549,7 @@ def test_compiles_without_a_graph_break(mode, dtype):
 @pytest.mark.parametrize("dtype", registry.DTYPES)
 def test_auto_launches_the_row_that_it_selects(dtype):
     q, k, v = inputs(dtype, 32, 65)
-    sm = torch.cuda.get_device_capability()
-    request = registry.Request("cuda", 10 * sm[0] + sm[1], dtype, 32, "padded", 65)
+    request = registry.Request("cuda", device_sm("cuda"), dtype, 32, "padded", 65)
     chosen = registry.select(request, registry.attention_rows()).row
     tilerank.attention(q, k, v)
     seen = attention_time(lambda: tilerank.attention(q, k, v), OUR_OPERATOR)

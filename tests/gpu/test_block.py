@@ -15,6 +15,7 @@ from tilerank.bench.block import Shape, block_call, kernel_pattern
 from tilerank.bench.block import make_inputs as bench_inputs
 from tilerank.bench.memory import peak_device_mb
 from tilerank.kernels import library, registry
+from tilerank.kernels.torch_device import device_sm
 
 pytestmark = pytest.mark.gpu
 
@@ -52,8 +53,7 @@ def full_precision_yardstick():
 
 
 def sm() -> int:
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    return device_sm("cuda")
 
 
 def skip_elsewhere(row: registry.Row) -> None:

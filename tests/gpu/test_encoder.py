@@ -20,6 +20,7 @@ from tilerank.bench.peers import HuggingFaceScorer
 from tilerank.bench.workloads import SEED_LENGTHS
 from tilerank.encoder import PackedEncoder
 from tilerank.kernels import encoder_ops, registry, torch_ops
+from tilerank.kernels.torch_device import device_sm
 from tilerank.precision import PRECISIONS
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +37,7 @@ def draw(*shape: int, seed: int, dtype: str, spread: float = 1.0) -> torch.Tenso
 def needs(operation: str, variant: str, dtype: str) -> None:
     """Skip where the device does not run the variant."""
     row = registry.get(variant, operation)
-    major, minor = torch.cuda.get_device_capability()
-    sm = 10 * major + minor
+    sm = device_sm("cuda")
     if dtype not in row.dtypes:
         pytest.skip(f"{variant} does not serve {dtype}")
     if not row.runs_on(sm, dtype):

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernels import fuzz
 from tilerank.kernels import registry
+from tilerank.kernels.torch_device import device_sm
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +26,8 @@ def true_fp32():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_random_calls(row):
-    major, minor = torch.cuda.get_device_capability()
-    sm = 10 * major + minor
+    sm = device_sm("cuda")
     cases = [case for case in fuzz.cases_of(row) if row.lowest_sm(case.dtype) <= sm <= (row.max_sm or sm)]
     if not cases:
-        pytest.skip(f"{row.name} does not run on compute capability {major}.{minor}")
+        pytest.skip(f"{row.name} does not run on compute capability {sm}")
     fuzz.check(cases)

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertModel
 
 import tilerank
 from tilerank.kernels import registry
+from tilerank.kernels.torch_device import device_sm
 
 pytestmark = pytest.mark.gpu
 
@@ -56,9 +57,8 @@ def serves(variant, dtype, layout, *masks):
     row = row_of(variant)
     if row is None:
         return True
-    sm = torch.cuda.get_device_capability()
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    request = registry.Request("cuda", 10 * sm[0] + sm[1], name, 32, layout, max(LENGTHS), frozenset(masks))
+    request = registry.Request("cuda", device_sm("cuda"), name, 32, layout, max(LENGTHS), frozenset(masks))
     return registry.refusal(row, request) is None
 
 

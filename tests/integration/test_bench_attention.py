@@ -329,7 +329,7 @@ def test_peers_of_each_precision_are_kept_apart():
 
 
 def test_a_variant_that_this_gpu_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     hopper = dataclasses.replace(registry.get("naive"), min_sm=90)
     records = attention.bench_variant(hopper, TimingSettings(protocol=1, warmup=1, rounds=1, flush_mb=1))
     assert set(records) == {"fp32", "fp16", "bf16"}

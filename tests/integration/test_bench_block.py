@@ -60,7 +60,7 @@ def test_shape_record() -> None:
 
 
 def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     names = {row.name: row for row in registry.rows_of("block")}
     assert block.chosen(Shape(512), "fp16", "cuda") == names["wide_tiles"]
     assert block.chosen(Shape(512, head_dim=128), "fp16", "cuda") == names["warpgroup_block"]
@@ -70,7 +70,7 @@ def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.passed_over(Shape(512), "fp16", "cuda") == (names["two_launches"], names["warpgroup_block"])
     assert block.passed_over(Shape(512), "fp32", "cuda") == (names["split_tf32"],)
     assert block.passed_over(Shape(512, head_dim=128), "fp32", "cuda") == ()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert block.chosen(Shape(512), "bf16", "cuda") == names["two_launches"]
 
 

@@ -41,7 +41,7 @@ def test_results_are_those_of_the_independent_reference(shape: Shape):
 
 
 def test_auto_says_which_row_it_takes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = Shape(2048, 80, causal=True)
     request = registry.Request("cuda", 90, "fp16", 80, "padded", 2048, frozenset({"causal"}))
     assert micro.chosen(shape, "fp16", "cuda") == registry.select(request, registry.attention_rows()).row

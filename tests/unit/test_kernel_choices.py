@@ -149,10 +149,9 @@ def test_the_encoder_makes_the_calls_of_its_stages(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(registry, "select", record)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(packed_attention, "_is_cuda", lambda device: True)
     monkeypatch.setattr(packed_attention, "_torch_part", lambda *arguments: None)
     monkeypatch.setattr(library, "load", unbuilt)
-    packed_attention.choose("auto", torch.device("cpu"), torch.float16, 32, 512)
+    packed_attention.choose("auto", torch.device("cuda"), torch.float16, 32, 512)
     calls = {Call("attention", request.layout, masks=request.masks) for request in asked}
     assert CALLS["bench_rerank"] == CALLS["evaluate_quality"]
     assert calls == {call for call in CALLS["bench_rerank"] if call.variant is None}

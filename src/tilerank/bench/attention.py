@@ -33,6 +33,7 @@ from tilerank.bench.workloads import (
 from tilerank.config import TimingSettings
 from tilerank.errors import TilerankError
 from tilerank.kernels import build, library, registry
+from tilerank.kernels.torch_device import device_sm
 
 # On the CPU: around every tile size in use (16, 32, 64), and nothing at all.
 CHECK_LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65)
@@ -410,8 +411,7 @@ def workload_refusal(row: registry.Row, precision: str, sm: int | None = None) -
 
 
 def _not_served(row: registry.Row, precision: str) -> str | None:
-    major, minor = torch.cuda.get_device_capability()
-    refusal = workload_refusal(row, precision, 10 * major + minor)
+    refusal = workload_refusal(row, precision, device_sm("cuda"))
     return None if refusal is None else f"not served on this GPU: {refusal}"
 
 
@@ -554,8 +554,8 @@ def compiled_resources(build_record: Mapping[str, Any], sm: str, kernel: str) ->
 
 def device_architecture() -> str:
     """The architecture that this GPU's machine code is compiled for, as the build names it: sm_80, sm_90a."""
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}" + ("a" if major == 9 else "")
+    sm = device_sm("cuda")
+    return f"sm_{sm}" + ("a" if sm // 10 == 9 else "")
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from tilerank.bench.timing import Case, EventClock, Row, measure, ratio
 from tilerank.config import TimingSettings
 from tilerank.kernel_choices import Call
 from tilerank.kernels import build, library, registry
+from tilerank.kernels.torch_device import device_sm
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 FEWER_LENGTHS = (128, 512, 4096)
@@ -150,11 +151,7 @@ def calls(on_cpu: bool) -> tuple[Call, ...]:
 
 
 def _request(shape: Shape, precision: str, device: str) -> registry.Request:
-    sm = 0
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
-    return call_of(shape).request(sm, precision, shape.head_dim, shape.tokens)
+    return call_of(shape).request(device_sm(device), precision, shape.head_dim, shape.tokens)
 
 
 def chosen(shape: Shape, precision: str, device: str) -> registry.Row:

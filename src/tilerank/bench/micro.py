@@ -21,6 +21,7 @@ from tilerank.bench.workloads import max_abs_error
 from tilerank.config import TimingSettings
 from tilerank.kernel_choices import Call
 from tilerank.kernels import build, library, registry
+from tilerank.kernels.torch_device import device_sm
 
 EAGER = "sdpa math"
 """The peer that is attention in plain operators: two products, a softmax, all scores in memory."""
@@ -130,12 +131,8 @@ def calls(on_cpu: bool) -> tuple[Call, ...]:
 
 def chosen(shape: Shape, precision: str, device: str) -> registry.Row:
     """The row that ``auto`` takes for this shape on this machine."""
-    sm = 0
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        sm = 10 * major + minor
     keys = shape.rows if shape.keys is None else shape.keys
-    request = call_of(shape).request(sm, precision, shape.head_dim, keys)
+    request = call_of(shape).request(device_sm(device), precision, shape.head_dim, keys)
     return registry.select(request, registry.attention_rows()).row
 
 

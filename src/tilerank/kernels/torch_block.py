@@ -308,7 +308,7 @@ def _fused_attention(
             torch_ops._check_lengths(known, tokens)
     request = registry.Request(
         x.device.type,
-        torch_ops._sm(x.device),
+        torch_ops.sm_of(x.device),
         torch_ops._DTYPES[x.dtype],
         head_dim,
         "padded",

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from tilerank.errors import TilerankError
 from tilerank.kernels import library, registry
+from tilerank.kernels.torch_device import device_sm
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _MASK_TYPES = {
@@ -334,13 +335,7 @@ def _library() -> library.Library:
     return library.load()
 
 
-@cache
-def _sm(device: torch.device) -> int:
-    """Compute capability times ten; 0 on the CPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+sm_of = cache(device_sm)  # asked with every call
 
 
 @lru_cache(maxsize=4096)
@@ -363,7 +358,7 @@ def _choose(variant: str, request: registry.Request, operation: str = "attention
 
 def _request(q: torch.Tensor, layout: str, k_len: int, masks: frozenset[str]) -> registry.Request:
     device = q.device
-    return registry.Request(device.type, _sm(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
+    return registry.Request(device.type, sm_of(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
 
 
 def _call(row: registry.Row, params: library.Params, device: torch.device) -> None:
