@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+@cache
 def _blocks(root: Path) -> dict[str, Mapping[str, Any]]:
-    """The stages of dvc.yaml."""
+    """The stages of dvc.yaml, which takes 0.2 s to read."""
     from ruamel.yaml import YAML
 
     pipeline = YAML(typ="safe").load((root / "dvc.yaml").read_text(encoding="utf-8"))
@@ -112,10 +114,11 @@ def _check_inputs(root: Path, name: str, settings: Settings, overrides: Sequence
         {f"{section}.{key}": value for section, keys in dataclasses.asdict(each).items() for key, value in keys.items()}
         for each in (settings, load_settings(root / "params.yaml"))
     )
+    before = _read_before(root, name)
     stages = {
         key: stage
         for key in here
-        for setting, stage in _read_before(root, name).items()
+        for setting, stage in before.items()
         if here[key] != tracked[key] and (key == setting or key.startswith(f"{setting}."))
     }
     if not stages:
