@@ -4,7 +4,7 @@ VENV ?= .venv
 # TensorFlow lives in an environment of its own.
 TF_VENV ?= .venv-tf
 BIN := $(VENV)/bin
-# Tests run in JOBS processes, the tests of one file in one of them (they share what they build).
+# Tests run in JOBS processes, the tests of one file in one of them (they share what they build), in the order found.
 JOBS ?= auto
 RUN := PATH="$(abspath $(BIN)):$$PATH" MLFLOW_DISABLE_TELEMETRY=true $(BIN)/python
 TF_RUN := PATH="$(abspath $(TF_VENV)/bin):$$PATH" $(TF_VENV)/bin/python
@@ -25,10 +25,10 @@ quickstart: env ## Run the whole pipeline on the embedded data set, in build/qui
 	@$(RUN) -m stages.quickstart
 
 test: env ## Run the tests (no GPU needed)
-	@$(RUN) -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	@$(RUN) -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-all: env ## Run every test, the slow ones too
-	@$(RUN) -m pytest -n $(JOBS) --dist loadfile
+	@$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 tf-test: tf-env ## Run the tests of the TensorFlow binding in their own environment
 	@$(TF_RUN) -m pytest tests/bindings/test_tf.py

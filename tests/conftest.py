@@ -16,6 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores: thread
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+SHARE_PROJECT = {f"tests/pipeline/test_{name}.py" for name in ("stages", "readme", "quickstart", "ui")}
+"""Files whose tests take the fixture `project`."""
+
 
 def _folder(variable: str, name: str) -> Path:
     base = os.environ.get(variable)
@@ -71,7 +74,8 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device."""
+    """Begin with the pipeline's tests, the longest; skip tests marked ``gpu`` where there is no CUDA device."""
+    items.sort(key=lambda item: "pipeline" not in item.path.parts)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -82,3 +86,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Give the files that share the small project to one process: its pipeline takes minutes to run."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByProject(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return "tests/pipeline" if scope in SHARE_PROJECT else scope
+
+    return ByProject(config, log)

@@ -21,8 +21,8 @@ dataset:
   queries: 3
 workload:
   queries: 3
-  candidates: 20
-  max_length: 64
+  candidates: 12
+  max_length: 32
 machine:
   rerank_queries: 2
   rerank_rounds: 1

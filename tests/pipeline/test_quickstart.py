@@ -7,8 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-TINY = ("dataset.passages=300", "dataset.queries=3", "workload.queries=3", "workload.candidates=20")
-TINY += ("workload.max_length=64", "machine.rerank_queries=2", "machine.rerank_rounds=1")
+TINY = ("dataset.passages=300", "dataset.queries=3", "workload.queries=3", "workload.candidates=12")
+TINY += ("workload.max_length=32", "machine.rerank_queries=2", "machine.rerank_rounds=1")
 
 
 def test_quickstart_ends_with_a_table_and_a_clean_tree(project) -> None:
