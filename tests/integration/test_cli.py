@@ -166,6 +166,13 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: tilerank" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["x", "0", "-1", "1.5", ""])
+def test_a_number_that_is_none_is_named(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["rerank", "--model", "m", "--query", "q", f"--top-k={number}"])
+    assert f"argument --top-k: {number!r} is not a whole number of at least 1" in capsys.readouterr().err
+
+
 # evaluate: nDCG@10 of query 1 is (1/log2(3)) / 1, of query 2 is 0 (no results)
 
 QRELS_TREC = "1 0 b 1\n1 0 c 0\n2 0 d 2\n"
