@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from beir_data import beir_files, contents, dataset_settings, write_folder
 
 from tilerank import data
+from tilerank.data.atomic import whole_file
 from tilerank.errors import TilerankError
 
 # Kills itself with SIGKILL at one moment of `prepare`.
@@ -76,16 +78,58 @@ def test_leftovers_of_living_processes_stay(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         theirs = tmp_path / f".out.{other.pid}.new"
         theirs.mkdir()
-        named_alike = tmp_path / ".out.backup.new"
-        named_alike.mkdir()
+        their_file = tmp_path / f".out.{other.pid}.0123abcd.new"
+        their_file.touch()
+        named_alike = [tmp_path / ".out.backup.new", tmp_path / f".out.{other.pid}.backup.new"]
+        for folder in named_alike:
+            folder.mkdir()
         with data.whole_folder(tmp_path / "out"):
             pass
         assert theirs.is_dir()
+        assert their_file.is_file()
         other.communicate(b"\n")
     with data.whole_folder(tmp_path / "out"):
         pass
     assert not theirs.exists()
-    assert named_alike.is_dir()
+    assert not their_file.exists()
+    assert all(folder.is_dir() for folder in named_alike)
+
+
+def test_two_writes_of_one_file_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    # A killed process that had this one's number, as the first process of every container has.
+    (tmp_path / f".out.{os.getpid()}.0123abcd.new").touch()
+    with whole_file(path) as first:
+        first.write(b"first")
+        with whole_file(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "out is no regular file, and is not replaced by one; name another"),
+        (lambda path: path.symlink_to("there"), "out is a symbolic link to there; name the file itself, or another"),
+        (lambda path: path.symlink_to("absent"), "out is a symbolic link to absent; name the file itself, or another"),
+        (Path.mkdir, "out is a folder, but the output is a file; name another"),
+    ],
+    ids=["pipe", "link", "dangling", "folder"],
+)
+def test_what_is_no_regular_file_is_refused_and_kept(
+    make: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "out"
+    (tmp_path / "there").write_text("mine")
+    make(path)
+    before = path.lstat()
+    with pytest.raises(TilerankError, match=message), whole_file(path) as stream:
+        stream.write(b"new")
+    assert path.lstat() == before
+    assert (tmp_path / "there").read_text() == "mine"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "there"]
 
 
 def test_an_exception_keeps_the_old_folder(tmp_path: Path) -> None:
