@@ -10,6 +10,7 @@ second half and where its ids end, ``[texts]`` uint64 each, then all ids, int32,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 import zlib
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tilerank.data.atomic import whole_file
+from tilerank.data.atomic import check_place, whole_file
 from tilerank.errors import TilerankError
 
 _HEADER = struct.Struct("<8s32sQQQ")  # magic, tokenizer's sha256, texts, ids, crc32 of digests and ends
@@ -27,6 +28,8 @@ _MAGIC = b"TRTOKEN1"
 _BATCH = 1024
 _REMEMBERED = 1 << 24
 """Characters of the texts that a cache remembers, of some 10,000 passages."""
+_VOCABULARY = 1 << 24
+"""Above the number of tokens of any tokenizer's vocabulary."""
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
@@ -47,7 +50,9 @@ class TokenCache:
     Texts that were found are remembered, `_REMEMBERED` characters of them: the next time the text itself finds its ids,
     which takes a twentieth of a digest's time where the caller hands in the same string. Safe for several threads.
 
-    Raises `TilerankError` for a file that is missing, of another kind, or not whole.
+    Raises `TilerankError` for a file that is missing, of another kind, or not whole. The ids, most of the file, are not
+    read before they are looked up, and have no checksum: of damage to them only ids that no vocabulary has are noticed,
+    below 0 or from `_VOCABULARY` on, when their passage is first looked up. Other ids in a passage's place are used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +80,7 @@ class TokenCache:
         return len(self._high)
 
     def find(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Token ids of each text, int32, or None for one that the file does not have."""
+        """Token ids of each text, int32, or None for one that the file does not have; `TilerankError` for damage."""
         known = self._remembered
         found = [known.get(text) for text in texts]
         new = [row for row, ids in enumerate(found) if ids is None]
@@ -101,22 +106,31 @@ class TokenCache:
         while place < len(self._high) and self._high[place] == high:
             if self._low[place] == low:
                 start = int(self._ends[place - 1]) if place else 0
-                return self._ids[start : int(self._ends[place])]
+                return self._checked(self._ids[start : int(self._ends[place])])
             place += 1
         return None
+
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        if len(ids) and ids.view("<u4").max() >= _VOCABULARY:  # one look for both bounds: unsigned, -1 is the largest
+            wrong = int(ids[(ids < 0) | (ids >= _VOCABULARY)][0])
+            raise TilerankError(
+                f"{self.path} is damaged: a passage has the id {wrong}; allowed are 0 to {_VOCABULARY - 1}; write it "
+                "again with `tilerank index`"
+            )
+        return ids
 
 
 def write_tokens(path: Path, tokenizer: str, encode: Encode, texts: Sequence[str]) -> IndexReport:
     """Write the ids of ``texts`` to ``path``, and of no others; those that it has already are not tokenised again.
 
-    tokenizer: digest of what ``encode`` is. Raises `TilerankError` where ``path`` cannot be written.
+    tokenizer: digest of what ``encode`` is. Raises `TilerankError` where ``path`` cannot be written, and where it is
+    something else than a token cache, whole or damaged: a file of the user's, a link, a device.
     """
     from tqdm import tqdm
 
+    _check_replaceable(path)
     distinct = list(dict.fromkeys(texts))
-    known: list[np.ndarray | None] = [None] * len(distinct)
-    if (old := _readable(path)) is not None and old.tokenizer == tokenizer:
-        known = old.find(distinct)
+    known = _known(path, tokenizer, distinct)
     missing = [text for text, ids in zip(distinct, known, strict=True) if ids is None]
     encoded: list[np.ndarray] = []
     with tqdm(total=len(missing), desc="token cache", unit="passage", disable=None) as bar:
@@ -140,11 +154,26 @@ def write_tokens(path: Path, tokenizer: str, encode: Encode, texts: Sequence[str
     return IndexReport(len(distinct), tokens, len(missing), size)
 
 
-def _readable(path: Path) -> TokenCache | None:
+def _check_replaceable(path: Path) -> None:
+    check_place(path)
     try:
-        return TokenCache(path)
-    except TilerankError:
-        return None
+        with path.open("rb") as stream:
+            start = stream.read(len(_MAGIC))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise TilerankError(f"{path}: {error.strerror or error}; name another, or mend its permissions") from error
+    if start and start != _MAGIC:
+        raise TilerankError(f"{path} is no token cache, and is not replaced by one; name another, or delete it first")
+
+
+def _known(path: Path, tokenizer: str, texts: Sequence[str]) -> list[np.ndarray | None]:
+    """What `TokenCache.find` has, and nothing where the file is absent, damaged or another tokenizer's."""
+    with contextlib.suppress(TilerankError):
+        old = TokenCache(path)
+        if old.tokenizer == tokenizer:
+            return old.find(texts)
+    return [None] * len(texts)
 
 
 def _digests(texts: Sequence[str]) -> np.ndarray:

@@ -173,6 +173,16 @@ def test_a_number_that_is_none_is_named(number: str, capsys: pytest.CaptureFixtu
     assert f"argument --top-k: {number!r} is not a whole number of at least 1" in capsys.readouterr().err
 
 
+def test_index_does_not_replace_its_own_passages(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("bone\n")
+    assert main(["index", "--model", str(model), "--documents", str(file), "--out", str(file)]) == 1
+    assert f"{file} is no token cache" in _only_line(capsys.readouterr().err)
+    assert file.read_text() == "bone\n"
+
+
 # evaluate: nDCG@10 of query 1 is (1/log2(3)) / 1, of query 2 is 0 (no results)
 
 QRELS_TREC = "1 0 b 1\n1 0 c 0\n2 0 d 2\n"

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +112,6 @@ def test_digests_that_share_their_first_half(path: Path, monkeypatch: pytest.Mon
         (lambda data: data[:70] + b"\xff" + data[71:], "is damaged"),
         (lambda data: data[:20], "is no token cache"),
         (lambda data: b"", "is no token cache"),
-        (lambda data: b"{}" + data[2:], "is no token cache"),
     ],
 )
 def test_what_is_not_a_whole_cache_is_refused_and_written_anew(path: Path, damage, reason: str) -> None:
@@ -120,6 +121,53 @@ def test_what_is_not_a_whole_cache_is_refused_and_written_anew(path: Path, damag
         TokenCache(path)
     assert write_tokens(path, DIGEST, encode, TEXTS).tokenised == len(TEXTS)
     assert len(TokenCache(path)) == len(TEXTS)
+
+
+@pytest.mark.parametrize("content", [b"a passage\n", b"{}" * 80, b"T"])
+def test_a_file_of_the_user_s_is_not_replaced(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(TilerankError, match=r"passages.tokens is no token cache.*name another, or delete it first"):
+        write_tokens(path, DIGEST, lambda texts: pytest.fail("tokenised for nothing"), TEXTS)
+    assert path.read_bytes() == content
+    with pytest.raises(TilerankError, match=r"passages.tokens is no token cache; write one with"):
+        TokenCache(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("passages.txt")], ids=["pipe", "link"])
+def test_what_is_no_regular_file_is_refused_before_the_work(path: Path, make) -> None:
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(TilerankError, match=r"passages.tokens is .*name .*another"):
+        write_tokens(path, DIGEST, lambda texts: pytest.fail("tokenised for nothing"), TEXTS)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_threads_that_write_one_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its file open before either puts it in place."""
+    from tilerank.data import atomic
+
+    both, own = threading.Barrier(2, timeout=30), os.fsync
+    monkeypatch.setattr(atomic.os, "fsync", lambda descriptor: both.wait() and own(descriptor))
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda _: write_tokens(path, DIGEST, encode, TEXTS), range(2)))
+    assert [report.passages for report in reports] == [6, 6]
+    assert rows(TokenCache(path), TEXTS) == [ids.tolist() for ids in encode(TEXTS)]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("damaged", [-1, 2**31 - 1])
+def test_ids_that_no_vocabulary_has_are_damage(path: Path, damaged: int) -> None:
+    write_tokens(path, DIGEST, encode, ["bone"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4] + damaged.to_bytes(4, "little", signed=True))
+    cache = TokenCache(path)
+    for _ in range(2):
+        with pytest.raises(TilerankError, match=f"passages.tokens is damaged: .* id {damaged}; .*`tilerank index`"):
+            cache.find(["bone"])
+    assert rows(cache, ["bones"]) == [None]
+    assert write_tokens(path, DIGEST, encode, ["bone"]).tokenised == 1, "none of its ids is taken over"
+    assert path.read_bytes() == whole
 
 
 def test_places_that_cannot_be(tmp_path: Path) -> None:
