@@ -69,8 +69,10 @@ def fill(
 ) -> None:
     """Write the sequences ``rows`` of ``tokens`` into ``values``, as `PackedBatch` of ``shape`` (tokens, sequences).
 
-    positions_from: the number of a first token's position. A shape with empty sequences needs a token that belongs to
-    none: it stands for their first.
+    positions_from: the number of a first token's position. Where it is not 0 the number before it is padding's, of
+    tokens and of positions alike, and padding written out in a text is not counted, as in transformers'
+    ``create_position_ids_from_input_ids`` (modeling_roberta.py). A shape with empty sequences needs a token that
+    belongs to none: it stands for their first.
     """
     total, sequences = shape
     number = len(rows)
@@ -92,4 +94,8 @@ def fill(
     ids[:used] = tokens.ids[source]
     types[:used] = tokens.type_ids[source] if with_types else 0
     places[:used] = positions
+    if positions_from and (is_padding := ids[:used] == positions_from - 1).any():
+        passed = np.cumsum(is_padding)
+        passed -= (passed - is_padding)[first[:number]].repeat(lengths)
+        places[:used] = np.where(is_padding, positions_from - 1, positions - passed)
     every[:, used:] = 0

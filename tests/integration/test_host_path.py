@@ -226,6 +226,7 @@ def test_every_family_that_is_served(family: str, pool: str, fused: bool) -> Non
     description = ModelDescription("cross-encoder", 46, None, "mean", None, not after_pad, 90, family, 2 * after_pad)
     head = Head(pool == "logit", "mean" if pool == "mean" else "first")
     tokens = tokens_of([40, 3, 17, 17, 29, 1, 5])
+    tokens.ids[[7, 30, 31, 43, 60]] = 1 if after_pad else 0  # "<pad>" that stands in a text: RoBERTa does not count it
     with torch.inference_mode():
         padded = PaddedEncoder(model, description, head, 1 if after_pad else 0, CPU)
         expected = run(padded, tokens)
@@ -283,6 +284,9 @@ def test_a_batch_that_is_filled_up() -> None:
     assert positions == [2, 3, 4, 2, 3, 4, 5, 0]
     assert bounds == [0, 3, 7, 7, 7]
     assert first == [0, 3, 7, 7]
+    tokens.ids[[1, 2, 6]] = 1
+    packing.fill(values, tokens, np.array([2, 0]), (8, 4), with_types=True, positions_from=2)
+    assert batch.parts()[2].tolist() == [1, 2, 3, 2, 1, 1, 3, 0]
     with pytest.raises(ValueError, match="7 tokens in 2 sequences do not fit 7 tokens in 4"):
         packing.fill(values, tokens, np.array([2, 0]), (7, 4), with_types=True, positions_from=0)
 
