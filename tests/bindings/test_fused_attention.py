@@ -55,6 +55,10 @@ def test_weights_are_read_where_they_lie():
     assert torch.equal(run(inputs | {"wq": views["wq"]}), expected)
     packed = torch.cat([weights[name] for name in ("wq", "wk", "wv")])
     assert torch.equal(run(inputs | dict(zip(("wq", "wk", "wv"), packed.chunk(3), strict=True))), expected)
+    broadcast = inputs | {name: weight[:1].expand_as(weight) for name, weight in weights.items()}
+    copied = broadcast | {name: broadcast[name].contiguous() for name in weights}
+    assert torch.equal(run(broadcast), run(copied))
+    assert torch.equal(run(broadcast | {"wq": copied["wq"].t().contiguous().t()}), run(copied))
     strided = torch.randn(2, 5, 24)[:, :, ::2]
     assert torch.equal(run(inputs | {"x": strided}), run(inputs | {"x": strided.contiguous()}))
     tokens_first = inputs["x"].transpose(0, 1).contiguous().transpose(0, 1)
@@ -114,6 +118,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change, message):
     ("options", "error", "message"),
     [
         ({"residual": torch.zeros(2, 4, 12)}, ValueError, "residual has shape (2, 4, 12); expected (2, 5, 12)"),
+        ({"key_lengths": torch.tensor([5, 5], device="meta")}, ValueError, "key_lengths is on meta; expected the CPU"),
         ({"key_lengths": [5]}, ValueError, "key_lengths has shape (1,); expected (2,)"),
         ({"key_lengths": [5, 6]}, ValueError, "key_lengths[1] is 6; allowed: 0 to 5"),
         ({"epsilon": -1.0}, ValueError, "epsilon is -1.0; it must be finite and 0 or more"),
@@ -129,6 +134,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change, message):
 def test_options_that_do_not_fit_are_refused_by_name(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         run(make_inputs(2, 5, 12, 3, 4, torch.float32), **options)
+
+
+def test_shapes_are_known_without_data():
+    inputs = {name: tensor.to("meta") for name, tensor in make_inputs(2, 5, 12, 3, 4, torch.float16).items()}
+    out = run(inputs)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (2, 5, 12), torch.float16)
 
 
 def test_a_gradient_is_refused_by_name():

@@ -294,6 +294,12 @@ REFUSED = {
     "float64": ((Q.double(), K.double(), K.double()), {}, ValueError, "torch.float64.*float32.*float16.*bfloat16"),
     "integers": ((Q.int(), K.int(), K.int()), {}, ValueError, "torch.int32.*float32"),
     "another device": ((Q, K.to("meta"), K), {}, ValueError, "k is on meta.*q is on cpu"),
+    "lengths on another device": (
+        (Q, K, K),
+        {"key_lengths": torch.tensor([1, 2], device="meta")},
+        ValueError,
+        "key_lengths is on meta; expected the CPU or cpu",
+    ),
     "length above the tensor": ((Q, K, K), {"key_lengths": [7, 1]}, ValueError, r"key_lengths\[0\] is 7.*0 to 6"),
     "negative length": ((Q, K, K), {"key_lengths": [3, -1]}, ValueError, r"key_lengths\[1\] is -1.*0 to 6"),
     "a length that wraps": ((Q, K, K), {"key_lengths": [2**32 + 3, 1]}, ValueError, r"key_lengths\[0\] is 4294967299"),

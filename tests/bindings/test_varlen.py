@@ -122,6 +122,11 @@ REFUSED = {
     "heads": ({"q": Q[:, :3]}, ValueError, "3 heads.*multiple.*2"),
     "head dims": ({"q": Q[..., :4]}, ValueError, "head dimension"),
     "dtypes": ({"q": Q.half()}, ValueError, "k is torch.float32.*q is torch.float16"),
+    "bounds elsewhere": (
+        {"cu_seqlens_k": torch.tensor([0, 4, 9], device="meta")},
+        ValueError,
+        "cu_seqlens_k is on meta; expected the CPU or cpu",
+    ),
     "starts late": ({"cu_seqlens_q": [1, 3, 7]}, ValueError, r"cu_seqlens_q\[0\] is 1.*0"),
     "falls": ({"cu_seqlens_q": [0, 3, 2]}, ValueError, r"cu_seqlens_q\[2\] is 2; allowed: 3"),
     "ends above": ({"cu_seqlens_k": [0, 4, 10]}, ValueError, r"cu_seqlens_k\[2\] is 10.*9"),

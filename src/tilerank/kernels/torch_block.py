@@ -90,7 +90,7 @@ def fused_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
     scale, epsilon = _number("scale", scale), _number("epsilon", epsilon)
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items() if tensor is not None}
     return torch.ops.tilerank.fused_attention.default(
@@ -236,6 +236,8 @@ def _check(
             raise ValueError(f"{name} is {tensor.dtype} but x is {x.dtype}; convert them to one dtype")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
+    if key_lengths is not None:
+        torch_ops._check_device_of("key_lengths", key_lengths, x)
     if key_lengths is not None and tuple(key_lengths.shape) != (x.shape[0],):
         raise ValueError(f"key_lengths has shape {tuple(key_lengths.shape)}; expected ({x.shape[0]},), one a sequence")
     if not abs(scale) <= torch_ops._FP32_MAX:
@@ -245,12 +247,21 @@ def _check(
 
 
 def _matrices(weights: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
-    """The weights as they lie in memory, and their layout; copies where their rows are not contiguous, or where they
-    do not all lie alike."""
+    """The weights as they lie in memory, and their layout; copies where their rows are not contiguous or lie on each
+    other (a broadcast), or where they do not all lie alike."""
     transposed = [weight.t() for weight in weights]
-    if all(weight.stride(-1) == 1 for weight in transposed) and not all(weight.stride(-1) == 1 for weight in weights):
+    if all(map(_has_rows, transposed)) and not all(map(_has_rows, weights)):
         return library.WEIGHTS_IN_OUT, transposed
-    return library.WEIGHTS_OUT_IN, [torch_ops._rows_contiguous(weight) for weight in weights]
+    contiguous = torch.contiguous_format
+    return library.WEIGHTS_OUT_IN, [
+        weight if _has_rows(weight) else weight.clone(memory_format=contiguous) for weight in weights
+    ]
+
+
+def _has_rows(matrix: torch.Tensor) -> bool:
+    """Its rows lie one behind the other, each in one piece."""
+    columns = matrix.shape[1]
+    return (matrix.stride(1) == 1 or columns == 1) and matrix.stride(0) >= columns
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -249,6 +249,8 @@ def _check_padded(
     _check_common(q, k, v, "[B, H, S, D]", scale)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]} but q has batch {q.shape[0]}; they must be equal")
+    if key_lengths is not None:
+        _check_device_of("key_lengths", key_lengths, q)
     if key_lengths is not None and tuple(key_lengths.shape) != (q.shape[0],):
         raise ValueError(f"key_lengths has shape {tuple(key_lengths.shape)}; expected ({q.shape[0]},), one a sequence")
     if mask is not None:
@@ -278,6 +280,7 @@ def _check_packed(
     _refuse_gradients(q=q, k=k, v=v)
     _check_common(q, k, v, "[T, H, D]", scale)
     for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_device_of(name, bounds, q)
         if bounds.dim() != 1 or bounds.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(bounds.shape)}; expected (N + 1,) for N sequences")
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
@@ -288,6 +291,12 @@ def _check_packed(
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if value < 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
+
+
+def _check_device_of(name: str, lengths: torch.Tensor, data: torch.Tensor) -> None:
+    """Lengths lie on the host or with the data; with any other PyTorch would call the operator of that device."""
+    if lengths.device.type not in ("cpu", data.device.type):
+        raise ValueError(f"{name} is on {lengths.device}; expected the CPU or {data.device}, where the data is")
 
 
 def _host_values(values: torch.Tensor, check: bool) -> list[int] | None:
