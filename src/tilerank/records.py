@@ -1,4 +1,6 @@
-"""Are the committed records still what the sources, settings and data would give?
+"""Are the committed records still those of the tree's compiled kernels, data, weights and settings?
+
+Python code is not compared: every edit would make all records stale. Each names the commit that it was made by.
 
 A record is a stage of dvc.yaml with an entry in dvc.lock. `dvc status` compares it with the tree; what git
 ignores (data, weights, reports) may be absent on a machine that only reads records, anything else that differs
@@ -75,7 +77,7 @@ def check(root: Path) -> tuple[StaleRecord, ...]:
 
     answer = _run(root, sys.executable, "-m", "dvc", "status", "--json")
     if answer.returncode != 0:
-        raise TilerankError(f"dvc status failed: {(answer.stderr or answer.stdout).strip().splitlines()[-1]}")
+        raise TilerankError(f"dvc status failed: {' '.join((answer.stderr or answer.stdout).split())}")
     status = json.loads(answer.stdout)
     lock = root / "dvc.lock"
     recorded = YAML(typ="safe").load(lock.read_text(encoding="utf-8"))["stages"] if lock.exists() else {}
@@ -104,7 +106,10 @@ def stale_page(machine: str, stale: Sequence[StaleRecord]) -> str:
 def freshness_line(machine: str, stale: Sequence[StaleRecord]) -> str:
     """The README's sentence about the records."""
     if not stale:
-        return f"Every record of `{machine}` matches the tree (`make records-check`)."
+        return (
+            f"Every record of `{machine}` matches the kernels, data, weights and settings of the tree "
+            "(`make records-check`); Python code is not compared, each record names its commit."
+        )
     names = ", ".join(f"`{record.stage}`" for record in stale)
     return f"Stale records of `{machine}`: {names}; see [STALE.md](metrics/{machine}/{STALE_FILE})."
 

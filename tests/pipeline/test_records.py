@@ -149,7 +149,7 @@ def test_changed_data_is_caught(project: Path) -> None:
 def test_stale_page_and_readme_tell_the_truth_and_go_away_again(project: Path) -> None:
     page, readme = project / "metrics/t4/STALE.md", project / "README.md"
     assert records.apply(project, "t4", records.check(project), write=True) == ("README.md",)
-    assert "matches the tree" in readme.read_text(encoding="utf-8")
+    assert "matches the kernels, data, weights and settings of the tree" in readme.read_text(encoding="utf-8")
 
     _edit(project, "cuda/one.cu", "one", "edited")
     stale = records.check(project)
