@@ -48,7 +48,7 @@ gpu: env ## Record this machine's GPU beside the committed record (OVERRIDES="mo
 	@$(RUN) -m stages.gpu $(OVERRIDES)
 
 model: env ## Fine-tune the packaged encoder into a cross-encoder (side stage; STEPS=n tries n steps on the CPU)
-	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS) machine=cpu)
+	@$(RUN) -m stages.finetune $(if $(STEPS),--steps $(STEPS) machine=cpu workload.queries=10)
 
 ui: env ## Open MLflow on every step and on the latest two runs (http://127.0.0.1:5000)
 	@$(RUN) -m stages.ui

@@ -7,9 +7,11 @@ from stages import ROOT
 
 def main() -> int:
     from tilerank.errors import TilerankError
-    from tilerank.provenance import SOURCE_FILE, write_source_file
+    from tilerank.provenance import SOURCE_FILE, source_state, write_source_file
 
     try:
+        if source_state(ROOT).commit is None:
+            raise TilerankError(f"{ROOT} is no git checkout with a commit to name; pack in one, then copy the tree")
         state = write_source_file(ROOT, ROOT)
     except TilerankError as error:
         print(f"pack: {error}", file=sys.stderr)

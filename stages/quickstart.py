@@ -52,7 +52,7 @@ def main(overrides: list[str]) -> None:
         left_out = "GPU kernels: on a GPU, `dvc repro` measures them (README, 'Record your own machine')"
     except TilerankError as error:
         left_out = f"attention, which needs a C++ compiler: {error}"
-    _python(str(folder), "-m", "dvc", "repro", "--quiet", *targets)
+    _python(str(folder), "-m", "dvc", "repro", *targets)  # says which stage runs: some take minutes
     # Alone: all that it depends on would include the stages left out above.
     _python(str(folder), "-m", "dvc", "repro", "--quiet", "--single-item", "report")
     _python(str(folder), "-m", "stages.show")

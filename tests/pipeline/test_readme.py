@@ -175,6 +175,8 @@ def test_experiments(repository: Path, tmp_path: Path) -> None:
             _wait_for_queue(project)
     rows = [line for line in shown.splitlines() if re.search(r"\d", line)]
     assert len(rows) >= 5, shown
+    for row in (row for row in rows if "[" in row):  # an experiment: its name, and a number for each figure
+        assert all(re.fullmatch(r"[\d.]+", cell.strip()) for cell in row.strip("| ").split("|")[1:]), shown
     for command in commands:
         if command not in sweeps:
             project.check(command)

@@ -66,7 +66,8 @@ def test_a_model_that_is_nowhere_names_the_places(tmp_path: Path, shelf: Path) -
         models.resolve(ModelSettings("absent", None, None), tmp_path)
     assert str(shelf / "absent") in str(failure.value)
     assert str(tmp_path / "models" / "absent") in str(failure.value)
-    assert str(failure.value).endswith("put its folder there, or take all-minilm-l6")
+    way_out = "put its folder there, name its parent in $TILERANK_MODELS, or take all-minilm-l6"
+    assert str(failure.value).endswith(way_out)
 
 
 def test_an_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stages import pack
 from tilerank import provenance
 from tilerank.errors import TilerankError
 
@@ -57,6 +58,17 @@ def test_a_packed_copy_knows_its_commit_and_notices_an_edit(checkout: Path, tmp_
     (copy / provenance.SOURCE_FILE).write_text("{", encoding="utf-8")
     with pytest.raises(TilerankError, match="make pack"):
         provenance.source_state(copy)
+
+
+def test_nothing_is_packed_without_a_commit(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
+    monkeypatch.setattr(pack, "ROOT", copy)
+    assert pack.main() == 1
+    assert f"pack: {copy} is no git checkout with a commit to name" in capsys.readouterr().err
+    assert not (copy / provenance.SOURCE_FILE).exists()
 
 
 def test_a_library_built_ahead_of_time_is_not_source(checkout: Path, tmp_path: Path) -> None:

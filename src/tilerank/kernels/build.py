@@ -159,8 +159,8 @@ def toolchain(needs_nvcc: bool) -> Toolchain:
     missing = [name for name, path in programs.items() if path is None]
     if missing:
         raise TilerankError(
-            f"building the kernel library needs {', '.join(missing)}: `pip install cmake ninja` brings the first two, "
-            "the system's package manager (apt install g++) a compiler"
+            f"building the kernel library needs {', '.join(missing)}: `pip install cmake ninja` brings these two, "
+            "the system's package manager (apt install g++) the compiler c++"
         )
     nvcc = find_nvcc() if needs_nvcc else None
     if needs_nvcc and nvcc is None:
