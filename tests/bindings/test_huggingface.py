@@ -479,6 +479,8 @@ def test_refusals_of_the_attention_function():
 
 @pytest.mark.parametrize("name", ["", "sdpa", "eager", "flex_attention", "my_flash", "org/kernel", "a|b"])
 def test_names_with_a_meaning_in_transformers_are_refused(name):
+    with pytest.raises(TypeError, match="name is 3; expected a string"):
+        huggingface.register(3)
     with pytest.raises(ValueError, match="has a meaning in transformers"):
         tilerank.register(name)
 

@@ -33,9 +33,12 @@ def register(name: str = "tilerank", variant: str = "auto") -> None:
 
     Raises:
         ValueError: an unknown variant, or a name that transformers treats in a way of its own.
+        TypeError: a name that is no string.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; expected a string")
     if variant != "auto":
         registry.get(variant)
     # "flash" anywhere in a name changes which masks transformers prepares; / : @ | make it look on the hub.

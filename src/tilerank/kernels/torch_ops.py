@@ -68,6 +68,9 @@ def attention(
         TypeError: an argument of another kind.
         NotImplementedError: a gradient would be recorded, or a tangent (``torch.func.jvp``) would be lost; no variant
             is differentiable.
+
+    A ``torch.func`` transform inside a function that ``torch.compile`` compiles is hidden from the operator: PyTorch
+    gives zeros for its gradient, and a warning.
     """
     _check_tensors(q=q, k=k, v=v)
     if mask is not None:
