@@ -302,11 +302,6 @@ def test_nothing_in_gives_nothing_out(shape: tuple[int, int]) -> None:
     assert out.shape == (*shape, WIDTH)
 
 
-def test_no_sequences_have_no_lengths() -> None:
-    out = fused_attention(**block_inputs(batch=0), num_heads=HEADS, head_dim=DIM, variant="reference", key_lengths=[])
-    assert out.shape == (0, 7, WIDTH)
-
-
 # ---- Attention ----
 
 
@@ -415,11 +410,7 @@ BLOCK_REFUSALS = [
     ({"causal": 1}, TypeError, "causal is 1; expected True or False"),
     ({"pre_ln": "yes"}, TypeError, "pre_ln is 'yes'; expected True or False"),
     ({"epsilon": -1.0}, ValueError, "epsilon is -1.0; it must be finite and 0 or more"),
-    ({"epsilon": "a"}, TypeError, "epsilon is 'a'; expected a number"),
     ({"scale": float("nan")}, ValueError, "scale is nan; it must be finite"),
-    ({"scale": 10**400}, ValueError, "scale is 1000.*; it must be finite"),
-    ({"scale": "1"}, TypeError, "scale is '1'; expected a number"),
-    ({"scale": True}, TypeError, "scale is True; expected a number"),
     ({"weight_layout": "keras"}, ValueError, "weight_layout is 'keras'; allowed: in_out, out_in"),
     ({"variant": "fastest"}, ValueError, "no block variant is called 'fastest'; there are: reference, "),
     ({"variant": 3}, TypeError, "variant is 3; expected the name of a variant, or 'auto'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from math import gcd, inf, isfinite
+from math import gcd, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +186,7 @@ def _masks(lengths: list[tf.Tensor], causal: Any) -> frozenset[str]:
 def _key_lengths(values: Tensor | Sequence[int] | None) -> list[tf.Tensor]:
     if values is None:
         return []
-    is_empty = (
-        isinstance(values, list | tuple) and not values
-    )  # of a batch of none; TensorFlow would take it for floats
-    tensor = tf.convert_to_tensor(values, tf.int32 if is_empty else None)
+    tensor = tf.convert_to_tensor(values)
     if tensor.dtype not in _LENGTHS:
         raise TypeError(f"key_lengths holds {tensor.dtype.name}; expected integers (int32 or int64)")
     return [tensor]
@@ -198,19 +195,9 @@ def _key_lengths(values: Tensor | Sequence[int] | None) -> list[tf.Tensor]:
 def _scale(scale: float | None) -> list[float]:
     if scale is None:
         return []
-    return [_finite("scale", scale)]
-
-
-def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} is {value!r}; expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = inf
-    if not isfinite(number):
-        raise ValueError(f"{name} is {value}; it must be finite")
-    return number
+    if not isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite")
+    return [float(scale)]
 
 
 def integer(name: str, value: Any, most: int) -> int:
@@ -225,7 +212,7 @@ def integer(name: str, value: Any, most: int) -> int:
 def _check_block(pre_ln: Any, epsilon: Any, weight_layout: Any) -> None:
     if not isinstance(pre_ln, bool):
         raise TypeError(f"pre_ln is {pre_ln!r}; expected True or False")
-    if _finite("epsilon", epsilon) < 0:
+    if not isfinite(epsilon) or epsilon < 0:
         raise ValueError(f"epsilon is {epsilon}; it must be finite and 0 or more")
     if weight_layout not in WEIGHT_LAYOUTS:
         raise ValueError(f"weight_layout is {weight_layout!r}; allowed: {', '.join(WEIGHT_LAYOUTS)}")
