@@ -143,7 +143,7 @@ class TorchParts:
         self._dtype = PRECISIONS[precision]
 
     def embed(self, embeddings: torch.nn.Module) -> Embed:
-        """See `Parts`. The tables are not copied where they are on the device in this dtype."""
+        """See `Parts`."""
         self.used["embedding"] = "torch"
         words, positions, types = self._tables(embeddings)
         norm = self._norm(embeddings.LayerNorm)
@@ -194,7 +194,8 @@ class TorchParts:
         return None
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._device, self._dtype)
+        # Weights that are on the device in this dtype are copied too: the model may be given others.
+        return tensor.detach().to(self._device, self._dtype, copy=True)
 
     def _tables(self, embeddings: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         types = getattr(embeddings, "token_type_embeddings", None)
@@ -624,7 +625,7 @@ def _head(
     if (linears := _tanh_between(pooler, model.classifier)) is not None:
         unknown = Bound(math.inf, math.inf)
         pool, classify = (
-            few.linear(name, linear.weight.clone(), linear.bias.clone(), activation, unknown)
+            few.linear(name, linear.weight, linear.bias, activation, unknown)
             for name, linear, activation in zip(("pooler", "classifier"), linears, (tanh, None), strict=True)
         )
         return lambda x: classify(pool(x))

@@ -153,6 +153,18 @@ def test_the_weights_stay_the_users() -> None:
     torch.testing.assert_close(tilerank.accelerate(model)(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["bert", "electra"])
+@pytest.mark.parametrize("head", [True, False])
+def test_other_weights_loaded_into_the_model_leave_the_outputs_as_they_were(family: str, head: bool) -> None:
+    model = tiny(family, head=head)
+    fast = tilerank.accelerate(model)
+    inputs = batch(model)
+    before = fast(**inputs)[0]
+    with torch.no_grad():
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    torch.testing.assert_close(fast(**inputs)[0], before, atol=0, rtol=0)
+
+
 def test_what_is_not_served_is_refused_by_name() -> None:
     from transformers import BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertModel
 
