@@ -96,9 +96,11 @@ class Accelerated(torch.nn.Module):
     ) -> Any:
         """As the model's: tensors ``[batch, sequence]``, a mask of ones (tokens) and zeros (padding).
 
-        Hidden states of padding are zeros. Raises ValueError for arguments that are not served (labels, embeddings,
-        attentions and hidden states of layers among the outputs), for a mask of another shape and for a sequence whose
-        first token is masked, and `TilerankError` for outputs that are not finite.
+        Hidden states of padding are zeros. Outputs are ordinary tensors without gradients.
+
+        Raises ValueError for arguments that are not served (labels, embeddings, attentions and hidden states of layers
+        among the outputs), for a mask of another shape and for a sequence whose first token is masked, and
+        `TilerankError` for outputs that are not finite.
         """
         asked = sorted(name for name, value in others.items() if value is not None and value is not False)
         if asked:
@@ -113,7 +115,9 @@ class Accelerated(torch.nn.Module):
                 raise TilerankError(
                     f"an output is not finite: weights may be damaged, or values too large for {self.precision}"
                 )
-            return self._outputs(found, places, tuple(input_ids.shape), return_dict)
+            # What is made in inference mode nobody could train a head on, or write to.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._outputs(found, places, tuple(input_ids.shape), return_dict)
 
     def _packed(
         self,
@@ -171,7 +175,8 @@ class Accelerated(torch.nn.Module):
 
         as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
         if self._is_classifier:
-            logits = found.to(self.dtype)
+            # A tensor of this mode; where the dtype stays it has the memory of the other, which nobody else has.
+            logits = torch.empty(0, dtype=found.dtype, device=found.device).set_(found).to(self.dtype)
             return (logits,) if as_tuple else SequenceClassifierOutput(logits=logits)
         width = found.shape[1]
         hidden = found.new_zeros(shape[0] * shape[1], width).index_copy_(0, places, found).view(*shape, width)
@@ -179,7 +184,7 @@ class Accelerated(torch.nn.Module):
         pooled = None if pooler is None else pooler(hidden).to(self.dtype)
         hidden = hidden.to(self.dtype)
         if as_tuple:
-            return (hidden, pooled)
+            return (hidden,) if pooled is None else (hidden, pooled)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
 

@@ -165,6 +165,37 @@ def test_other_weights_loaded_into_the_model_leave_the_outputs_as_they_were(fami
     torch.testing.assert_close(fast(**inputs)[0], before, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["bert", "electra"])
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_outputs_are_ordinary_tensors_without_gradients(family: str, head: bool, precision: str) -> None:
+    """Those of a drop-in made in inference mode too."""
+    model = tiny(family, head=head)
+    with torch.inference_mode():
+        fast = tilerank.accelerate(model, precision=precision)
+    for found in fast(**batch(model), return_dict=False):
+        assert not found.is_inference()
+        assert not found.requires_grad
+        top = torch.nn.Linear(found.shape[-1], 1)
+        top(found).sum().backward()
+        assert top.weight.grad.any()
+        found.add_(1)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("family", ["bert", "electra"])
+@pytest.mark.parametrize("pooler", [True, False])
+@torch.inference_mode()
+def test_a_tuple_holds_what_the_models_does(family: str, pooler: bool) -> None:
+    model = tiny(family, head=False)
+    if family == "bert":
+        model = type(model)(model.config, add_pooling_layer=pooler).eval()
+    inputs = batch(model)
+    expected, found = (each(**inputs, return_dict=False) for each in (model, tilerank.accelerate(model)))
+    assert [value.shape for value in found] == [value.shape for value in expected]
+    assert len(found) == (2 if family == "bert" and pooler else 1)
+
+
 def test_what_is_not_served_is_refused_by_name() -> None:
     from transformers import BertConfig, BertForMaskedLM, BertModel, DistilBertConfig, DistilBertModel
 
