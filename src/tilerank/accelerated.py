@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,6 +14,11 @@ from tilerank.graphs import GraphCache
 from tilerank.models import FIRST_POSITION_AFTER_PAD
 from tilerank.packing import PackedBatch
 from tilerank.precision import PRECISIONS, arithmetic
+
+_DEVICES = ("cpu", "cuda")
+
+_INTEGERS = (torch.int64, torch.int32)
+"""What tables are indexed by."""
 
 _OF_DTYPE = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -28,21 +34,30 @@ def accelerate(
     Args:
         model: a BERT-family encoder (`tilerank.fused.FAMILIES`) in evaluation mode, bare or with a sequence classifier,
             on the CPU or a CUDA device. It is read now and not changed; change its weights and this must be called
-            again.
+            again. The weights are copied, on a device too where the model itself is.
         precision: fp32, tf32, fp16 or bf16, in which weights are kept and computed; None: the model's own dtype.
             Outputs have the model's dtype.
         attention: as `tilerank.Reranker` takes it.
-        graphs: replay a CUDA graph for each bucket of tokens; None: on a CUDA device.
+        graphs: replay a CUDA graph for each bucket of tokens, on a CUDA device alone; None: there.
 
     Raises:
         TilerankError: a model that is not served, by name, or an attention that does not serve it.
-        ValueError: an unknown precision or attention.
+        ValueError: an unknown precision or attention, or graphs for a model that is not on a CUDA device.
     """
     if reason := refusal(model):
         raise TilerankError(f"{type(model).__name__} is not served: {reason}")
     if model.training:
         raise TilerankError(f"{type(model).__name__} is in training mode; call model.eval() first")
     device, dtype = model.device, model.dtype
+    elsewhere = {weight.device.type for weight in model.parameters()}.difference(_DEVICES)
+    if elsewhere:
+        raise TilerankError(
+            f"the model is on {', '.join(sorted(elsewhere))}; served: {', '.join(_DEVICES)}; load its weights there"
+        )
+    if graphs and device.type != "cuda":
+        raise ValueError(
+            f"graphs is {graphs} for a model on {device}; allowed: False or None, or a model on a CUDA device"
+        )
     if precision is None:
         if dtype not in _OF_DTYPE:
             raise TilerankError(f"the model is {dtype}; served: {', '.join(map(str, _OF_DTYPE))}")
@@ -60,7 +75,8 @@ def accelerate(
 class Accelerated(torch.nn.Module):
     """What `accelerate` returns. ``attention`` and ``parts`` name what computes it; ``config`` is the model's own.
 
-    Safe for several threads. A sequence's outputs do not depend on the other sequences, up to float noise.
+    Safe for several threads. A sequence's outputs do not depend on the other sequences, up to float noise. It stays on
+    the device and in the dtype that it was made for, and is not pickled: move, cast or save the model.
     """
 
     def __init__(
@@ -74,6 +90,10 @@ class Accelerated(torch.nn.Module):
         self._is_classifier = model is not model.base_model
         embeddings = model.base_model.embeddings
         self._longest = embeddings.position_embeddings.num_embeddings
+        types = getattr(embeddings, "token_type_embeddings", None)
+        self._rows = {"input_ids": embeddings.word_embeddings.num_embeddings, "position_ids": self._longest}
+        if types is not None:
+            self._rows["token_type_ids"] = types.num_embeddings
         after_pad = self.config.model_type in FIRST_POSITION_AFTER_PAD
         self._pad_id = embeddings.word_embeddings.padding_idx if after_pad else None
         dtype = PRECISIONS[precision]
@@ -99,12 +119,21 @@ class Accelerated(torch.nn.Module):
         Hidden states of padding are zeros. Outputs are ordinary tensors without gradients.
 
         Raises ValueError for arguments that are not served (labels, embeddings, attentions and hidden states of layers
-        among the outputs), for a mask of another shape and for a sequence whose first token is masked, and
-        `TilerankError` for outputs that are not finite.
+        among the outputs, whether the call or the config asks for these), for a mask of another shape, for a sequence
+        whose first token is masked and for ids, types and positions beyond the model's tables; TypeError for what is no
+        tensor, and for ids, types and positions that are not int64 or int32; `TilerankError` for outputs that are not
+        finite. Ids and types on a CUDA device are taken as they are, modulo 2^32, since looking at them would hold up
+        the call: one beyond the tables gives any result or an error of the device.
         """
         asked = sorted(name for name, value in others.items() if value is not None and value is not False)
         if asked:
             raise ValueError(f"{', '.join(asked)}: not served by an accelerated model; call the model itself")
+        for name in ("output_attentions", "output_hidden_states"):
+            if others.get(name) is None and getattr(self.config, name, False):
+                raise ValueError(
+                    f"{name} is True in the model's config: not served by an accelerated model; call the model itself "
+                    f"or pass {name}=False"
+                )
         with arithmetic(self.precision, self.device):
             batch, places = self._packed(input_ids, attention_mask, token_type_ids, position_ids)
             graphs = self._graphs
@@ -119,6 +148,25 @@ class Accelerated(torch.nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 return self._outputs(found, places, tuple(input_ids.shape), return_dict)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Accelerated:
+        """Under half(), to() and their like, also of a module that holds this one: refuses to become another."""
+        sample = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        if (sample.dtype, sample.device) != (self.dtype, self.device):
+            raise TilerankError(
+                f"an accelerated model stays on {self.device} in {self.dtype}; asked for: {sample.device} in "
+                f"{sample.dtype}; change the model and call accelerate() again"
+            )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("an accelerated model is not pickled; pickle the model and call accelerate() on what is read")
+
+    def __copy__(self) -> Accelerated:
+        return self  # nothing of it changes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated:
+        return self
+
     def _packed(
         self,
         ids: torch.Tensor,
@@ -127,12 +175,20 @@ class Accelerated(torch.nn.Module):
         positions: torch.Tensor | None,
     ) -> tuple[PackedBatch, torch.Tensor]:
         """The batch, and the place of each of its tokens in ``ids``, flattened."""
+        if not isinstance(ids, torch.Tensor):
+            raise TypeError(f"input_ids is a {type(ids).__name__}; expected a tensor [batch, sequence]")
+        for name, tensor in (("attention_mask", mask), ("token_type_ids", types), ("position_ids", positions)):
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor or None")
         if ids.dim() != 2 or 0 in ids.shape:
             raise ValueError(f"input_ids has shape {tuple(ids.shape)}; expected [batch, sequence], neither 0")
         rows, columns = ids.shape
         for name, tensor in (("attention_mask", mask), ("token_type_ids", types)):
             if tensor is not None and tensor.shape != ids.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {(rows, columns)}")
+        for name, tensor in (("input_ids", ids), ("token_type_ids", types), ("position_ids", positions)):
+            if tensor is not None:
+                _check_numbers(name, tensor, self._rows.get(name))
         if positions is None:
             positions = self._positions(ids)
         positions = positions.expand(rows, columns)
@@ -186,6 +242,19 @@ class Accelerated(torch.nn.Module):
         if as_tuple:
             return (hidden,) if pooled is None else (hidden, pooled)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+
+def _check_numbers(name: str, numbers: torch.Tensor, rows: int | None) -> None:
+    """Refuse what does not index a table of so many rows, None for any; the host does not wait for a device."""
+    if numbers.dtype not in _INTEGERS:
+        raise TypeError(f"{name} is {numbers.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
+    if rows is None or numbers.device.type != "cpu" or not numbers.numel():
+        return
+    # Before they become int32: what is beyond that would be another number.
+    least, most = (int(end) for end in numbers.aminmax())
+    if least < 0 or most >= rows:
+        wrong = least if least < 0 else most
+        raise ValueError(f"{name} holds {wrong}; allowed: 0 to {rows - 1}, the rows of the model's table")
 
 
 def _copy(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

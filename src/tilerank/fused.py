@@ -534,6 +534,8 @@ def refusal(model: torch.nn.Module) -> str | None:
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
         return f"model_type is {family!r}; served: {', '.join(sorted(FAMILIES))}"
+    if getattr(model, "base_model", None) is None:
+        return "it has no base_model; served: whole models of transformers"
     name = type(model).__name__
     if model is not model.base_model and not name.endswith("ForSequenceClassification"):
         return f"{name} has a head of its own; served: ...ForSequenceClassification, and models without a head"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from pathlib import Path
 
@@ -226,6 +227,101 @@ def test_what_is_not_served_is_refused_by_name() -> None:
         fast(torch.full((1, 49), 7))
     with pytest.raises(ValueError, match=r"input_ids has shape \(40,\)"):
         fast(inputs["input_ids"][0])
+
+
+@pytest.mark.parametrize("name", ["input_ids", "token_type_ids", "position_ids"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16])
+def test_numbers_of_another_dtype_are_refused_as_by_the_model(name: str, dtype: torch.dtype) -> None:
+    model = tiny()
+    inputs = {"input_ids": torch.full((1, 4), 7)}
+    inputs[name] = torch.ones(1, 4, dtype=dtype)
+    with pytest.raises(RuntimeError):
+        model(**inputs)
+    with pytest.raises(TypeError, match=f"{name} is {dtype}; allowed: torch.int64, torch.int32"):
+        tilerank.accelerate(model)(**inputs)
+    fast = tilerank.accelerate(model)
+    inputs[name] = torch.ones(1, 4, dtype=torch.int32)
+    torch.testing.assert_close(fast(**inputs).logits, model(**inputs).logits.detach(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "last"),
+    [
+        ("input_ids", 2**32 + 7, 89),
+        ("input_ids", 90, 89),
+        ("input_ids", -1, 89),
+        ("token_type_ids", 2**32, 1),
+        ("token_type_ids", 2, 1),
+        ("position_ids", -(2**32) + 3, 47),
+        ("position_ids", 2**32 + 3, 47),
+        ("position_ids", 48, 47),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_numbers_beyond_the_models_tables_are_refused(name: str, value: int, last: int, masked: bool) -> None:
+    """Those of padding too, as the model does."""
+    model = tiny()
+    inputs = {"input_ids": torch.full((2, 4), 7), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    inputs[name] = inputs.get(name, torch.ones(2, 4, dtype=torch.int64)).clone()
+    inputs[name][1, 3] = value
+    inputs["attention_mask"][1, 3] = not masked
+    with pytest.raises((IndexError, RuntimeError)):
+        model(**inputs)
+    with pytest.raises(ValueError, match=f"{name} holds {value}; allowed: 0 to {last}, the rows of the model's table"):
+        tilerank.accelerate(model)(**inputs)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    model = tiny()
+    fast = tilerank.accelerate(model)
+    inputs = batch(model)
+    for wrong in ([[1, 2]], None, inputs):
+        with pytest.raises(TypeError, match=rf"input_ids is a {type(wrong).__name__}; expected a tensor \[batch, seq"):
+            fast(wrong)
+    for name in ("attention_mask", "token_type_ids", "position_ids"):
+        with pytest.raises(TypeError, match=f"{name} is a list; expected a tensor"):
+            fast(**inputs | {name: [[1, 2]]})
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_the_config_asks_for_are_refused_by_name(name: str) -> None:
+    model = tiny()
+    model.set_attn_implementation("eager")  # the only one whose config may ask for attentions
+    fast = tilerank.accelerate(model)
+    inputs = batch(model)
+    expected = fast(**inputs).logits
+    setattr(model.config, name, True)
+    with pytest.raises(ValueError, match=f"{name} is True in the model's config: not served .* or pass {name}=False"):
+        fast(**inputs)
+    torch.testing.assert_close(fast(**inputs, **{name: False}).logits, expected, atol=0, rtol=0)
+
+
+def test_parts_of_a_model_and_models_elsewhere_are_refused() -> None:
+    model = tiny(head=False)
+    with pytest.raises(TilerankError, match="Accelerated is not served: it has no base_model; served: whole models"):
+        tilerank.accelerate(tilerank.accelerate(model))
+    with pytest.raises(TilerankError, match="BertEncoder is not served: it has no base_model; served: whole models"):
+        tilerank.accelerate(model.encoder)
+    with pytest.raises(ValueError, match=r"graphs is True for a model on cpu; allowed: .* on a CUDA device"):
+        tilerank.accelerate(model, graphs=True)
+    with pytest.raises(TilerankError, match="the model is on meta; served: cpu, cuda; load its weights"):
+        tilerank.accelerate(copy.deepcopy(model).to("meta"))
+
+
+@torch.inference_mode()
+def test_it_stays_where_and_as_it_was_made() -> None:
+    model = tiny()
+    fast = tilerank.accelerate(model)
+    inputs = batch(model)
+    expected = fast(**inputs).logits
+    for change in (fast.half, fast.double, lambda: fast.to("meta"), lambda: fast.to_empty(device="meta")):
+        with pytest.raises(TilerankError, match=r"on cpu in torch\.float32; .* change the model and call accelerate"):
+            change()
+    top = torch.nn.Sequential(fast, torch.nn.Identity()).to("cpu").float().train()
+    assert top[0] is fast.cpu()
+    with pytest.raises(TypeError, match="not pickled; pickle the model"):
+        pickle.dumps(fast)
+    torch.testing.assert_close(copy.deepcopy(fast)(**inputs).logits, expected, atol=0, rtol=0)
 
 
 @torch.inference_mode()
