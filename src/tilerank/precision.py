@@ -84,9 +84,7 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     there are none, and nothing to fix: the setting takes longer than some kernels."""
     has_fp32 = PRECISIONS[precision] == torch.float32
     with (
-        _products.as_wanted("tf32" if precision == "tf32" and device.type == "cuda" else "ieee")
-        if has_fp32
-        else _AS_IT_IS,
+        _products.as_wanted("tf32" if precision == "tf32" else "ieee") if has_fp32 else _AS_IT_IS,
         torch.inference_mode(),
         torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _AS_IT_IS,
     ):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tilerank.precision import _Products, _products, arithmetic
+from tilerank.precision import _Products, _products
 
 
 def setting() -> str:
@@ -24,11 +24,6 @@ def test_a_setting_is_shared_nested_and_put_back() -> None:
             assert setting() == "tf32"
         assert setting() == "tf32"
     assert setting() == before
-
-
-def test_on_the_cpu_tf32_waits_for_nobody() -> None:
-    with arithmetic("fp32", torch.device("cpu")), arithmetic("tf32", torch.device("cpu")):
-        assert setting() == "ieee"
 
 
 def test_no_setting_starves() -> None:
