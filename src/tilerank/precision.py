@@ -50,8 +50,6 @@ class _Products:
 
     def _wait(self, wanted: str) -> None:
         """Until this thread is the first in the line and the setting is free, or the one that it wants."""
-        if not self._line and (not self._users or self._wanted == wanted):
-            return
         ticket = object()
         self._line.append(ticket)
         try:

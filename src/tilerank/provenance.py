@@ -75,12 +75,10 @@ def source_state(root: Path) -> SourceState:
     return SourceState(commit, dirty=dirty, source_hash=here)
 
 
-def write_source_file(root: Path, destination: Path) -> SourceState:
-    """Record the state of the git checkout ``root`` in ``destination``/`SOURCE_FILE`."""
-    state = source_state(root)
+def write_source_file(state: SourceState, destination: Path) -> None:
+    """Record the `source_state` of a tree in ``destination``/`SOURCE_FILE`, for a copy of it there."""
     record = {"commit": state.commit, "dirty": state.dirty, "source_hash": state.source_hash}
     (destination / SOURCE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return state
 
 
 def _version(package: str) -> str | None:

@@ -52,12 +52,8 @@ def full_precision_yardstick():
     matmul.fp32_precision = before
 
 
-def sm() -> int:
-    return device_sm("cuda")
-
-
 def skip_elsewhere(row: registry.Row) -> None:
-    if not row.min_sm <= sm() <= (row.max_sm or 1000):
+    if not row.min_sm <= device_sm("cuda") <= (row.max_sm or 1000):
         pytest.skip(f"{row.name} does not serve this device")
 
 

@@ -49,7 +49,7 @@ def test_a_packed_copy_knows_its_commit_and_notices_an_edit(checkout: Path, tmp_
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
     assert provenance.source_state(copy) == provenance.SourceState(None, True, state.source_hash)
-    provenance.write_source_file(checkout, copy)
+    provenance.write_source_file(provenance.source_state(checkout), copy)
     assert provenance.source_state(copy) == state
     _git(copy, "init", "-q")
     assert provenance.source_state(copy) == state, "a repository without a commit knows no better"
@@ -72,7 +72,7 @@ def test_nothing_is_packed_without_a_commit(
 
 
 def test_a_library_built_ahead_of_time_is_not_source(checkout: Path, tmp_path: Path) -> None:
-    provenance.write_source_file(checkout, tmp_path)
+    provenance.write_source_file(provenance.source_state(checkout), tmp_path)
     copy = tmp_path / "copy"
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
     shutil.copy(tmp_path / provenance.SOURCE_FILE, copy)
@@ -87,7 +87,7 @@ def test_a_packed_copy_over_another_commit_is_what_was_packed(checkout: Path) ->
     (checkout / "src" / "a.py").write_text("x = 2\n", encoding="utf-8")
     _git(checkout, "commit", "-qam", "second")
     second = provenance.source_state(checkout)
-    provenance.write_source_file(checkout, checkout)
+    provenance.write_source_file(provenance.source_state(checkout), checkout)
     _git(checkout, "reset", "-q", "--soft", str(first.commit))
     assert provenance.source_state(checkout) == second
     (checkout / "src" / "a.py").write_text("x = 3\n", encoding="utf-8")

@@ -237,9 +237,7 @@ def _check(
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} but x is on {x.device}; move them to one device")
     if key_lengths is not None:
-        torch_ops._check_device_of("key_lengths", key_lengths, x)
-    if key_lengths is not None and tuple(key_lengths.shape) != (x.shape[0],):
-        raise ValueError(f"key_lengths has shape {tuple(key_lengths.shape)}; expected ({x.shape[0]},), one a sequence")
+        torch_ops._check_key_lengths(key_lengths, x)
     if not abs(scale) <= torch_ops._FP32_MAX:
         raise ValueError(f"scale is {scale}; it must be finite in float32, in which kernels compute")
     if not 0 <= epsilon <= torch_ops._FP32_MAX:

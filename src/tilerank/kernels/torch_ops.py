@@ -253,9 +253,7 @@ def _check_padded(
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]} but q has batch {q.shape[0]}; they must be equal")
     if key_lengths is not None:
-        _check_device_of("key_lengths", key_lengths, q)
-    if key_lengths is not None and tuple(key_lengths.shape) != (q.shape[0],):
-        raise ValueError(f"key_lengths has shape {tuple(key_lengths.shape)}; expected ({q.shape[0]},), one a sequence")
+        _check_key_lengths(key_lengths, q)
     if mask is not None:
         full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if mask.dtype not in _MASK_TYPES:
@@ -294,6 +292,15 @@ def _check_packed(
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if value < 0:
             raise ValueError(f"{name} is {value}; it must be at least 0")
+
+
+def _check_key_lengths(key_lengths: torch.Tensor, data: torch.Tensor) -> None:
+    """One a sequence of ``data``, whose first dimension is the batch."""
+    _check_device_of("key_lengths", key_lengths, data)
+    if tuple(key_lengths.shape) != (data.shape[0],):
+        raise ValueError(
+            f"key_lengths has shape {tuple(key_lengths.shape)}; expected ({data.shape[0]},), one a sequence"
+        )
 
 
 def _check_device_of(name: str, lengths: torch.Tensor, data: torch.Tensor) -> None:
