@@ -4,8 +4,9 @@ The file belongs to one tokenizer, by digest, and finds a passage by the digest 
 is simply not found. It is written whole and renamed into place: several processes may read while one writes, a writer
 that is killed leaves the old file, and the same corpus and tokenizer give the same bytes.
 
-Layout, little-endian: a header of 64 bytes (`_HEADER`), then for each text, by rising digest, the digest's first and
-second half and where its ids end, ``[texts]`` uint64 each, then all ids, int32, without special tokens and uncut.
+Layout, little-endian: a header (`_HEADER`), the crc32 of it and of the index, uint32; the index, for each text, by
+rising digest, the digest's first and second half and where its ids end, ``[texts]`` uint64 each, and the crc32 of its
+ids, ``[texts]`` uint32; then all ids, int32, without special tokens and uncut.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tilerank.data.atomic import check_place, whole_file
 from tilerank.errors import TilerankError
 
-_HEADER = struct.Struct("<8s32sQQQ")  # magic, tokenizer's sha256, texts, ids, crc32 of digests and ends
-_MAGIC = b"TRTOKEN1"
+_HEADER = struct.Struct("<8s32sQQI")  # magic, tokenizer's sha256, texts, ids, the largest id
+_START = _HEADER.size + 4  # where the index begins
+_MAGIC = b"TRTOKEN2"
+_FORMATS = _MAGIC[:-1]  # what every format begins with
+_INDEX_BYTES = 28  # for each text
 _BATCH = 1024
 _REMEMBERED = 1 << 24
 """Characters of the texts that a cache remembers, of some 10,000 passages."""
-_VOCABULARY = 1 << 24
-"""Above the number of tokens of any tokenizer's vocabulary."""
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
@@ -50,9 +53,8 @@ class TokenCache:
     Texts that were found are remembered, `_REMEMBERED` characters of them: the next time the text itself finds its ids,
     which takes a twentieth of a digest's time where the caller hands in the same string. Safe for several threads.
 
-    Raises `TilerankError` for a file that is missing, of another kind, or not whole. The ids, most of the file, are not
-    read before they are looked up, and have no checksum: of damage to them only ids that no vocabulary has are noticed,
-    below 0 or from `_VOCABULARY` on, when their passage is first looked up. Other ids in a passage's place are used.
+    Raises `TilerankError` for a file that is missing, of another kind or format, or not whole. The ids, most of the
+    file, are not read before they are looked up: damage to them is refused when their passage is first looked up.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,15 +65,23 @@ class TokenCache:
             data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size else np.zeros(0, np.uint8)
         except OSError as error:
             raise TilerankError(f"{path}: {error.strerror or error}; write it with `tilerank index`") from error
-        if len(data) < _HEADER.size or bytes(data[: len(_MAGIC)]) != _MAGIC:
+        header = data[: _HEADER.size].tobytes()
+        if len(data) < _START or not header.startswith(_FORMATS):
             raise TilerankError(f"{path} is no token cache; write one with `tilerank index`")
-        _, tokenizer, texts, ids, checksum = _HEADER.unpack(data[: _HEADER.size].tobytes())
-        start = _HEADER.size
-        if len(data) != start + 24 * texts + 4 * ids or zlib.crc32(data[start : start + 24 * texts]) != checksum:
+        magic, tokenizer, texts, ids, self.largest_id = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise TilerankError(
+                f"{path} has the format {magic.decode('ascii', 'replace')}, and this version reads {_MAGIC.decode()}; "
+                "write it again with `tilerank index`"
+            )
+        end = _START + _INDEX_BYTES * texts
+        index, checksum = data[_START:end], data[_HEADER.size : _START].tobytes()
+        if len(data) != end + 4 * ids or checksum != _checksum(header, index):
             raise TilerankError(f"{path} is damaged; write it again with `tilerank index`")
         self.tokenizer = tokenizer.hex()
-        self._high, self._low, self._ends = data[start : start + 24 * texts].view("<u8").reshape(3, texts)
-        self._ids = data[start + 24 * texts :].view("<i4")
+        self._high, self._low, self._ends = index[: 24 * texts].view("<u8").reshape(3, texts)
+        self._checksums = index[24 * texts :].view("<u4")
+        self._ids = data[end:].view("<i4")
         self._remembered: dict[str, np.ndarray] = {}
         self._characters = 0  # of these texts, or some more where threads added to it at once
 
@@ -106,18 +116,15 @@ class TokenCache:
         while place < len(self._high) and self._high[place] == high:
             if self._low[place] == low:
                 start = int(self._ends[place - 1]) if place else 0
-                return self._checked(self._ids[start : int(self._ends[place])])
+                ids = self._ids[start : int(self._ends[place])]
+                if zlib.crc32(ids) != self._checksums[place]:
+                    raise TilerankError(
+                        f"{self.path} is damaged: a passage's ids are not those that were written; write it again with "
+                        "`tilerank index`"
+                    )
+                return ids
             place += 1
         return None
-
-    def _checked(self, ids: np.ndarray) -> np.ndarray:
-        if len(ids) and ids.view("<u4").max() >= _VOCABULARY:  # one look for both bounds: unsigned, -1 is the largest
-            wrong = int(ids[(ids < 0) | (ids >= _VOCABULARY)][0])
-            raise TilerankError(
-                f"{self.path} is damaged: a passage has the id {wrong}; allowed are 0 to {_VOCABULARY - 1}; write it "
-                "again with `tilerank index`"
-            )
-        return ids
 
 
 def write_tokens(path: Path, tokenizer: str, encode: Encode, texts: Sequence[str]) -> IndexReport:
@@ -138,32 +145,37 @@ def write_tokens(path: Path, tokenizer: str, encode: Encode, texts: Sequence[str
             encoded += encode(missing[start : start + _BATCH])
             bar.update(len(encoded) - bar.n)
     new = iter(encoded)
-    rows = [next(new) if ids is None else ids for ids in known]
+    rows = [np.asarray(next(new) if ids is None else ids, dtype="<i4") for ids in known]
     keys = _digests(distinct)
     order = np.lexsort((keys[:, 1], keys[:, 0]))
     ends = np.cumsum([len(rows[row]) for row in order], dtype=np.uint64)
-    index = np.concatenate([keys[order, 0], keys[order, 1], ends]).astype("<u8").tobytes()
+    checksums = np.array([zlib.crc32(rows[row]) for row in order], dtype="<u4")
+    index = np.concatenate([keys[order, 0], keys[order, 1], ends]).astype("<u8").tobytes() + checksums.tobytes()
     tokens = int(ends[-1]) if len(ends) else 0
-    header = _HEADER.pack(_MAGIC, bytes.fromhex(tokenizer), len(distinct), tokens, zlib.crc32(index))
+    largest = max((int(ids.max(initial=0)) for ids in rows), default=0)
+    header = _HEADER.pack(_MAGIC, bytes.fromhex(tokenizer), len(distinct), tokens, largest)
     with whole_file(path) as stream:
-        stream.write(header)
-        stream.write(index)
+        stream.write(header + _checksum(header, index) + index)
         for row in order:
-            stream.write(np.asarray(rows[row], dtype="<i4").tobytes())
+            stream.write(rows[row])
         size = stream.tell()
     return IndexReport(len(distinct), tokens, len(missing), size)
+
+
+def _checksum(header: bytes, index: Any) -> bytes:
+    return zlib.crc32(index, zlib.crc32(header)).to_bytes(4, "little")
 
 
 def _check_replaceable(path: Path) -> None:
     check_place(path)
     try:
         with path.open("rb") as stream:
-            start = stream.read(len(_MAGIC))
+            start = stream.read(len(_FORMATS))
     except FileNotFoundError:
         return
     except OSError as error:
         raise TilerankError(f"{path}: {error.strerror or error}; name another, or mend its permissions") from error
-    if start and start != _MAGIC:
+    if start and start != _FORMATS:
         raise TilerankError(f"{path} is no token cache, and is not replaced by one; name another, or delete it first")
 
 

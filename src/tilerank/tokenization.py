@@ -159,11 +159,18 @@ class TextTokenizer:
         return hashlib.sha256(self._backend.to_str().encode("utf-8")).hexdigest()
 
     def use_cache(self, cache: TokenCache) -> None:
-        """Take ids from ``cache`` where it has them; `TilerankError` when it belongs to another tokenizer."""
+        """Take ids from ``cache`` where it has them; `TilerankError` when it belongs to another tokenizer, or has an id
+        that is none of its."""
         if cache.tokenizer != self.digest:
             raise TilerankError(
                 f"{cache.path} holds ids of another tokenizer ({cache.tokenizer[:12]}, not {self.digest[:12]}); write "
                 "it again with `tilerank index`"
+            )
+        largest = max(self._backend.get_vocab().values(), default=0)
+        if cache.largest_id > largest:
+            raise TilerankError(
+                f"{cache.path} holds the id {cache.largest_id}, and the tokenizer's last is {largest}; delete it and "
+                "write it again with `tilerank index`"
             )
         self._cache = cache
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -109,6 +110,7 @@ def test_digests_that_share_their_first_half(path: Path, monkeypatch: pytest.Mon
     [
         (lambda data: data[:-1], "is damaged"),
         (lambda data: data + b"x", "is damaged"),
+        (lambda data: data[:20] + b"\xff" + data[21:], "is damaged"),
         (lambda data: data[:70] + b"\xff" + data[71:], "is damaged"),
         (lambda data: data[:20], "is no token cache"),
         (lambda data: b"", "is no token cache"),
@@ -156,17 +158,38 @@ def test_threads_that_write_one_file(path: Path, monkeypatch: pytest.MonkeyPatch
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("damaged", [-1, 2**31 - 1])
-def test_ids_that_no_vocabulary_has_are_damage(path: Path, damaged: int) -> None:
-    write_tokens(path, DIGEST, encode, ["bone"])
+@pytest.mark.parametrize("place", [-1, -5, -9])
+def test_a_passage_whose_ids_were_damaged_is_refused_and_the_others_are_not(path: Path, place: int) -> None:
+    write_tokens(path, DIGEST, encode, ["bone", "bones", "the cell"])
     whole = path.read_bytes()
-    path.write_bytes(whole[:-4] + damaged.to_bytes(4, "little", signed=True))
+    damaged = bytearray(whole)
+    damaged[place] ^= 1
+    path.write_bytes(damaged)
     cache = TokenCache(path)
     for _ in range(2):
-        with pytest.raises(TilerankError, match=f"passages.tokens is damaged: .* id {damaged}; .*`tilerank index`"):
-            cache.find(["bone"])
-    assert rows(cache, ["bones"]) == [None]
-    assert write_tokens(path, DIGEST, encode, ["bone"]).tokenised == 1, "none of its ids is taken over"
+        with pytest.raises(TilerankError, match=r"passages.tokens is damaged: a passage's ids.*`tilerank index`"):
+            cache.find(["bone", "bones", "the cell"])
+    found = []
+    for text in ["bone", "bones", "the cell"]:
+        with contextlib.suppress(TilerankError):
+            found += rows(cache, [text])
+    expected = [ids.tolist() for ids in encode(["bone", "bones", "the cell"])]
+    assert len(found) == 2
+    assert all(row in expected for row in found)
+    assert rows(cache, ["bone marrow"]) == [None]
+    assert write_tokens(path, DIGEST, encode, ["bone", "bones", "the cell"]).tokenised == 3, "nothing is taken over"
+    assert path.read_bytes() == whole
+
+
+def test_another_format_is_refused_by_name_and_replaced(path: Path) -> None:
+    write_tokens(path, DIGEST, encode, TEXTS)
+    whole = path.read_bytes()
+    path.write_bytes(b"TRTOKEN1" + whole[8:])
+    with pytest.raises(
+        TilerankError, match=r"the format TRTOKEN1, and this version reads TRTOKEN2; .*`tilerank index`"
+    ):
+        TokenCache(path)
+    assert write_tokens(path, DIGEST, encode, TEXTS).tokenised == len(TEXTS)
     assert path.read_bytes() == whole
 
 
@@ -241,3 +264,10 @@ def test_the_reranker_s_ids_come_from_the_cache(tmp_path: Path, path: Path, monk
     other._backend.add_special_tokens(["zz"])
     with pytest.raises(TilerankError, match="holds ids of another tokenizer"):
         other.use_cache(TokenCache(path))
+    tokens = max(tokenizer._backend.get_vocab().values())
+    path.unlink()  # what it has would be taken over
+    write_tokens(path, tokenizer.digest, lambda texts: [np.array([tokens + 1], np.int32) for _ in texts], passages)
+    with pytest.raises(
+        TilerankError, match=f"holds the id {tokens + 1}, and the tokenizer's last is {tokens}; .*index`"
+    ):
+        tokenizer.use_cache(TokenCache(path))
