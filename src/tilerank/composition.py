@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilerank.config import Settings, load_settings
+from tilerank.config import Settings, load_settings, unknown_setting
 from tilerank.errors import TilerankError
 
 
@@ -26,6 +27,9 @@ def compose_file(conf: Path, destination: Path, overrides: Sequence[str]) -> Set
             compose_and_dump(composed, str(conf.resolve()), None, "config", folder, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             reason = " ".join(str(error).split())
+            if found := re.match(r"Could not override '([^']+)'", reason):
+                # Hydra would have the key appended, which is refused in turn.
+                reason = unknown_setting(found[1]) or reason
             raise TilerankError(f"cannot compose {' '.join(overrides)!r}: {reason}") from error
         settings = load_settings(composed)
         os.replace(composed, destination)

@@ -155,6 +155,20 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
+def unknown_setting(key: str) -> str | None:
+    """What to say of a key, with dots, that is no setting; None for one that is, or that may be made."""
+    kind: Any = Settings
+    where = "params"
+    for name in key.split("."):
+        if not dataclasses.is_dataclass(kind):
+            return None
+        hints = get_type_hints(kind)
+        if name not in hints:
+            return f"{where} has no {name!r}; allowed: {', '.join(sorted(hints))}"
+        kind, where = hints[name], f"{where}.{name}"
+    return None
+
+
 def settings_from_mapping(values: Mapping[str, Any]) -> Settings:
     """Type the composed configuration; raise `TilerankError` naming the first key that does not fit."""
     settings = _typed(Settings, values, "params")

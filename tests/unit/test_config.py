@@ -113,6 +113,20 @@ def test_a_value_out_of_range_is_named(repository: Path, override: str, message:
         compose_settings(repository / "conf", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("workload.candidate=10", r"params\.workload has no 'candidate'; allowed: batch_size, candidates, max_length"),
+        ("workloads.candidates=10", r"params has no 'workloads'; allowed: dataset, host_path"),
+        ("dataset.sha256.x=ab", r"use \+dataset\.sha256\.x=ab"),  # Hydra's own words: there this serves
+    ],
+)
+def test_an_unknown_setting_is_named_with_those_that_there_are(repository: Path, override: str, message: str) -> None:
+    with pytest.raises(TilerankError, match=f"cannot compose '{override}': .*{message}") as refused:
+        compose_settings(repository / "conf", [override])
+    assert ("+" in str(refused.value)) == ("sha256" in override)
+
+
 def test_every_host_path_is_an_option(repository: Path) -> None:
     options = {path.stem for path in (repository / "conf" / "host_path").glob("*.yaml")}
     assert options == {host_path.AUTO, *(path.name for path in host_path.PATHS)}
