@@ -465,6 +465,19 @@ def test_a_model_that_computes_attention_by_itself_is_refused(family):
         build(getattr(transformers, f"{family}Model"), config)(tokens(2, 5))
 
 
+@pytest.mark.parametrize("family", ["DebertaV2", "XLNet"])
+def test_a_model_that_asks_for_nothing_is_told_apart(family):
+    """It takes the name and computes what it always does; nothing that is registered can notice."""
+    small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**small, intermediate_size=48, d_inner=48, d_head=8)
+    model = build(getattr(transformers, f"{family}Model"), config)
+    assert not huggingface.calls_interface(type(model))
+    assert huggingface.calls_interface(BertModel)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ops, "attention", lambda *_, **__: pytest.fail("called"))
+        assert model(tokens(2, 5)).last_hidden_state.isfinite().all()
+
+
 def test_refusals_of_the_attention_function():
     q = torch.zeros(1, 2, 4, 8)
     module = torch.nn.Module()

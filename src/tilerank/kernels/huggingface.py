@@ -29,7 +29,8 @@ def register(name: str = "tilerank", variant: str = "auto") -> None:
 
     Registering a name again replaces its variant. Padded input works as usual; for packed input (batch 1) give the
     model ``attention_mask=None`` and ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``,
-    ``position_ids``.
+    ``position_ids``. Some models, such as DeBERTa and XLNet, take any name and go on computing attention by
+    themselves: `calls_interface` tells.
 
     Raises:
         ValueError: an unknown variant, or a name that transformers treats in a way of its own.
