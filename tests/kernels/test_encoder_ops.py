@@ -338,6 +338,8 @@ def test_what_does_not_fit_is_refused(cpu: None) -> None:
         encoder_ops.linear(x, weights, None, variant="reference", x_exponent=3)
     with pytest.raises(KernelError, match="out_stride is 0; rows of out must not overlap: at least columns, 7"):
         encoder_ops.linear(x, weights, None, variant="reference", out=torch.zeros(7).expand(5, 7))
+    with pytest.raises(ValueError, match=r"x is a view that negates.*resolve_neg\(\)"):
+        encoder_ops.linear(torch._neg_view(x), weights, None, variant="reference")
     with pytest.raises(NotImplementedError, match="x requires a gradient"):
         encoder_ops.linear(x.clone().requires_grad_(), weights, None, variant="reference")
     with pytest.raises(ValueError, match="no linear variant is called 'quick'; there are: reference"):

@@ -379,6 +379,8 @@ def _check(
         raise ValueError(
             f"{name} has strides {tensor.stride()}; its {'memory' if packed else 'rows'} must be contiguous"
         )
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a view that negates what its memory holds; call resolve_neg() first")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{name} requires a gradient; no variant is differentiable: use torch.inference_mode()"
