@@ -502,7 +502,7 @@ def _activated(logits: np.ndarray, activation: Activation) -> np.ndarray:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((len(logits), 1), (len(logits),)):
         raise ValueError(f"activation_fn gave the shape {shape} for {len(logits)} pairs; expected one score each")
-    return torch.as_tensor(values).reshape(-1).float().cpu().numpy()
+    return torch.as_tensor(values, dtype=torch.float32, device="cpu").numpy().reshape(-1)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -180,7 +180,7 @@ class TextTokenizer:
 
     def start_pairs(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
         """`pairs`, begun by other threads; the function that is returned does the rest and waits for them."""
-        encoded = self._start([*queries, *passages])
+        encoded = self._start(queries, passages)
         return lambda: self._pairs(queries, passages, encoded())
 
     def _pairs(self, queries: Sequence[str], passages: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
@@ -203,7 +203,7 @@ class TextTokenizer:
     def start_texts(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], Tokens]:
         """`texts`, begun by other threads; the function that is returned does the rest and waits for them."""
         texts = [*queries, *passages]
-        encoded = self._start(texts)
+        encoded = self._start(queries, passages)
         return lambda: self._texts(queries, texts, encoded())
 
     def _texts(self, queries: Sequence[str], texts: Sequence[str], encoded: dict[str, np.ndarray]) -> Tokens:
@@ -215,12 +215,13 @@ class TextTokenizer:
             _warn_about_query(query, count, str(room))
         return self._one.assemble([self._cut(ids, counts, kept)], [kept], kept < counts)
 
-    def _start(self, texts: Sequence[str]) -> Callable[[], dict[str, np.ndarray]]:
-        """Begin with the token ids of each distinct text, without special tokens."""
+    def _start(self, queries: Sequence[str], passages: Sequence[str]) -> Callable[[], dict[str, np.ndarray]]:
+        """Begin with the token ids of each distinct text, without special tokens; a cache has passages."""
         known: dict[str, np.ndarray] = {}
-        missing = list(dict.fromkeys(texts))
+        missing = list(dict.fromkeys([*queries, *passages]))
         if self._cache is not None:
-            found = zip(missing, self._cache.find(missing), strict=True)
+            distinct = list(dict.fromkeys(passages))
+            found = zip(distinct, self._cache.find(distinct), strict=True)
             known = {text: ids for text, ids in found if ids is not None}
             missing = [text for text in missing if text not in known]
         encode = self._begin(missing)
@@ -342,11 +343,11 @@ def _counts(ids: list[np.ndarray]) -> np.ndarray:
 def _share(queries: np.ndarray, passages: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """How many of each pair's tokens are kept, special tokens aside: the rule in the module's docstring. The arrays
     themselves where all are."""
-    if queries.max(initial=0) + passages.max(initial=0) <= room and queries.max(initial=0) < room:
-        return queries, passages
+    longest = queries.max(initial=0)
+    if longest < room:  # nearly always
+        is_cut = longest + passages.max(initial=0) > room
+        return queries, np.minimum(passages, room - queries) if is_cut else passages
     query_fits = queries < room
-    if query_fits.all():  # nearly always
-        return queries, np.minimum(passages, room - queries)
     fits = queries + passages <= room
     shorter = np.minimum(queries, passages)
     longer = np.maximum(shorter, room - shorter)
