@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from tilerank import host_path as host_paths
-from tilerank.bench.memory import PeakMemory, peak_device_memory
+from tilerank.bench.memory import PeakMemory, in_own_processes, peak_device_memory
 from tilerank.bench.peers import HuggingFaceScorer, SentenceTransformersScorer, TunedScorer
 from tilerank.bench.timing import Case, Row, Spread, WallClock, measure
 from tilerank.encoder import PackedEncoder
@@ -448,7 +448,15 @@ def memory_record(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> 
     """``memory.<precision>``: peak CUDA memory of the call with the most text, weights included: what tensors held,
     and (``reserved``) what torch's allocator held for them and for graphs."""
     call = max(calls, key=lambda one: sum(map(len, one.passages)))
+    peaks = in_own_processes(_peak_memory, (setup, precision, call, True), (setup, precision, call, False))
+    return {
+        f"{prefix}{name}_mb": value
+        for prefix, peak in zip(("", "baseline_"), peaks, strict=True)
+        for name, value in (("peak", peak.allocated), ("reserved", peak.reserved))
+    }
 
+
+def _peak_memory(setup: RerankSetup, precision: str, call: Call, is_ours: bool) -> PeakMemory:
     def ours() -> Callable[[], Any]:
         return partial(score, make_reranker(setup, precision), call)
 
@@ -456,7 +464,4 @@ def memory_record(setup: RerankSetup, precision: str, calls: Sequence[Call]) -> 
         scorer = HuggingFaceScorer(setup.path, setup.kind, precision, setup.device, setup.max_length, setup.batch_size)
         return partial(scorer.score, call.query, call.passages)
 
-    def record(prefix: str, peak: PeakMemory) -> dict[str, float]:
-        return {f"{prefix}peak_mb": peak.allocated, f"{prefix}reserved_mb": peak.reserved}
-
-    return record("", peak_device_memory(ours)) | record("baseline_", peak_device_memory(unmodified))
+    return peak_device_memory(ours if is_ours else unmodified)
