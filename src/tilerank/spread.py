@@ -48,51 +48,59 @@ class Work(Generic[Part, Found]):
         self._function = function
         self._parts = parts
         self._next = itertools.count()
-        self._done: SimpleQueue[tuple[int, Found | None, BaseException | None]] = SimpleQueue()
+        self._left = itertools.count(len(parts) - 1, -1)
+        self._found: list[Any] = [None] * len(parts)
+        self._errors: dict[int, BaseException] = {}
+        self._busy = threading.Lock()  # until the last part is done: whoever waits is woken once
+        if parts:
+            self._busy.acquire()
 
     def help(self) -> None:
         """Work until no part is left to take."""
         while (number := next(self._next)) < len(self._parts):
             try:
-                self._done.put((number, self._function(self._parts[number]), None))
+                self._found[number] = self._function(self._parts[number])
             except BaseException as error:  # the caller's to see, whichever thread it came up in
-                self._done.put((number, None, error))
+                self._errors[number] = error
+            if not next(self._left):
+                self._busy.release()
 
     def wait(self) -> list[Found]:
         """What was found, once every part is done; the caller does those that nobody has taken. To be called once."""
         self.help()
-        done = sorted((self._done.get() for _ in self._parts), key=lambda one: one[0])
-        for _, _, error in done:
-            if error is not None:
-                raise error
-        return [found for _, found, _ in done]  # type: ignore[misc]
+        self._busy.acquire()
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return self._found
 
 
 class _Helpers:
     """Threads that wait for work; as many as were ever asked for, and never fewer."""
 
     def __init__(self) -> None:
-        self._asked: SimpleQueue[Work[Any, Any]] = SimpleQueue()
-        self._count = 0
+        # One for each: those that wait at the same queue are woken by one another, one after the other.
+        self._asked: list[SimpleQueue[Work[Any, Any]]] = []
         self._starting = threading.Lock()
 
     def ask(self, work: Work[Any, Any], count: int) -> None:
         """Let ``count`` of them help with ``work``."""
-        if self._count < count:
+        if len(self._asked) < count:
             self._start(count)
-        for _ in range(count):
-            self._asked.put(work)
+        for asked in self._asked[:count]:
+            asked.put(work)
 
     def _start(self, count: int) -> None:
         with self._starting:
-            while self._count < count:
+            while (number := len(self._asked)) < count:
+                asked: SimpleQueue[Work[Any, Any]] = SimpleQueue()
                 # Daemons: they hold nothing that must be given back, and a program does not wait for them to end.
-                threading.Thread(target=self._serve, name=f"tilerank-{self._count}", daemon=True).start()
-                self._count += 1
+                threading.Thread(target=_serve, args=(asked,), name=f"tilerank-{number}", daemon=True).start()
+                self._asked.append(asked)
 
-    def _serve(self) -> None:
-        while True:
-            self._asked.get().help()
+
+def _serve(asked: SimpleQueue[Work[Any, Any]]) -> None:
+    while True:
+        asked.get().help()
 
 
 _helpers = _Helpers()

@@ -35,9 +35,8 @@ def test_parts_are_done_by_several_threads_at_once() -> None:
 
 
 def test_the_caller_does_all_where_no_helper_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = module._Helpers()
-    monkeypatch.setattr(helpers, "_serve", lambda: None)
-    monkeypatch.setattr(module, "_helpers", helpers)
+    monkeypatch.setattr(module, "_serve", lambda asked: None)
+    monkeypatch.setattr(module, "_helpers", module._Helpers())
     here = threading.current_thread()
     assert spread(lambda _: threading.current_thread() is here, range(9)) == [True] * 9
 
