@@ -78,10 +78,10 @@ _SMALLEST_PART = 2048
 """Characters below which a call of its own costs more than it is spread for."""
 _SEPARATOR_LENGTH = 8
 
-_LAST_ASCII = AGREED[0][1]
-_IS_AGREED = np.zeros(0x110000, dtype=bool)
+_AGREED_ASCII = bytes(range(AGREED[0][1] + 1))
+_IS_AGREED = bytearray(0x110000)
 for _first, _last in AGREED:
-    _IS_AGREED[_first : _last + 1] = True
+    _IS_AGREED[_first : _last + 1] = b"\1" * (_last + 1 - _first)
 
 
 class FastEncoder:
@@ -116,16 +116,16 @@ class FastEncoder:
 
     def start(self, texts: Sequence[str]) -> Callable[[], list[np.ndarray]]:
         """`encode`, begun by helpers; the function that is returned does the rest and waits for them."""
-        if self._separator is None or not texts:
+        # Helpers are left nothing but `tokie`: whatever else they did would be done by one after the other, under the
+        # interpreter's lock and with cold caches.
+        parts = [] if self._separator is None else [self._separator[0].join([*part, ""]) for part in _parts(texts)]
+        if not parts or not are_agreed(texts, parts):
             return lambda: self._encode_mixed(texts)
-        parts = _parts(texts)
-        work = start(self._ids_if_agreed, parts, min(len(parts), threads()) - 1)
+        work = start(self._ids, parts, min(len(parts), threads()) - 1)
         return lambda: self._rows(texts, work.wait())
 
-    def _rows(self, texts: Sequence[str], found: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    def _rows(self, texts: Sequence[str], found: Sequence[np.ndarray]) -> list[np.ndarray]:
         """``found``: ids of runs of texts, the separator behind each text."""
-        if any(ids is None for ids in found):
-            return self._encode_mixed(texts)
         ids = np.concatenate(found)
         ends = np.flatnonzero(ids == self._separator[1])
         if len(ends) != len(texts):  # a text has the token itself
@@ -141,10 +141,6 @@ class FastEncoder:
         slow = iter(encode_with_tokenizers(self._backend, others))
         return [next(fast) if is_fast else next(slow) for is_fast in agreed]
 
-    def _ids_if_agreed(self, texts: Sequence[str]) -> np.ndarray | None:
-        """Ids of the texts, the separator's behind each; None where `are_agreed` is not sure of them."""
-        return self._ids(self._separator[0].join([*texts, ""])) if are_agreed(texts) else None
-
     def _ids(self, text: str) -> np.ndarray:
         """Gives up the interpreter's lock while it works."""
         return self._fast.encode_batch_flat([text], False)[0].view(np.int32)
@@ -155,6 +151,8 @@ def _parts(texts: Sequence[str]) -> list[Sequence[str]]:
 
     A call waits for the interpreter's lock at its end, and one call too many would begin when the others have ended.
     """
+    if not texts:
+        return []
     total = sum(map(len, texts)) + _SEPARATOR_LENGTH * len(texts)
     count = max(min(threads(), total // _SMALLEST_PART), -(-8 * total // (7 * _AT_ONCE)), 1)
     parts: list[Sequence[str]] = []
@@ -192,19 +190,19 @@ def is_agreed(text: str) -> bool:
     return _has_agreed_characters(text) and (4 * len(text) < LONGEST or len(text.encode("utf-8")) < LONGEST)
 
 
-def are_agreed(texts: Sequence[str]) -> bool:
-    """Whether `is_agreed` of every text, found sooner than one by one; False where that takes a closer look."""
-    others = "".join([text for text in texts if not text.isascii()])
+def are_agreed(texts: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether `is_agreed` of every text, found sooner than one by one; False where that takes a closer look. parts: all
+    of them, joined by ASCII."""
     return (
-        4 * (max(map(len, texts)) + _SEPARATOR_LENGTH) < LONGEST
-        and not any(["\x7f" in text for text in texts])
-        and (not others or _has_agreed_characters(others))
+        4 * max(map(len, parts)) < LONGEST
+        and not any(["\x7f" in part for part in parts])
+        and _has_agreed_characters("".join([text for text in texts if not text.isascii()]))
     )
 
 
 def _has_agreed_characters(text: str) -> bool:
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return bool(_IS_AGREED[points[points > _LAST_ASCII]].all())  # most are not above it
+    rare = text.encode("utf-8", "surrogatepass").translate(None, _AGREED_ASCII).decode("utf-8", "surrogatepass")
+    return all(map(_IS_AGREED.__getitem__, map(ord, set(rare))))
 
 
 def encode_with_tokenizers(backend: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -144,13 +144,31 @@ def test_texts_are_encoded_a_few_calls_at_a_time(encoder: FastEncoder, monkeypat
 
 
 def test_texts_that_are_agreed_on_together() -> None:
-    assert fast_tokens.are_agreed(["the", "", "Zürich 漢字", "a" * 9000])
+    def are_agreed(*texts: str) -> bool:
+        return fast_tokens.are_agreed(texts, ["[PAD]".join([*texts[:2], ""]), "[PAD]".join([*texts[2:], ""])])
+
+    assert are_agreed("the", "", "Zürich 漢字", "a" * 9000)
+    assert are_agreed("the", "a" * 9000)
     for other in ("a\x7fb", "a\u0378b", "cell \ud83d", "é\x7f"):
-        assert not fast_tokens.are_agreed(["the", "Zürich", other, "cell"])
+        assert not are_agreed("the", "Zürich", other, "cell")
+        assert not are_agreed("the", other)
         assert not is_agreed(other)
     # Neither half of a surrogate pair is agreed on; side by side in two texts they are not one character either.
-    assert not fast_tokens.are_agreed(["\ud83d", "\ude00"])
-    assert not fast_tokens.are_agreed(["the", "a" * fast_tokens.LONGEST])
+    assert not are_agreed("\ud83d", "\ude00")
+    for other in ("the", "é"):
+        assert not are_agreed(other, "a" * fast_tokens.LONGEST)
+        assert not are_agreed(other, "é" * (fast_tokens.LONGEST // 2))
+
+
+def test_helpers_are_left_nothing_but_tokie(encoder: FastEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else they did would be done by one after the other, under the interpreter's lock."""
+    given: list[object] = []
+    own = fast_tokens.start
+    monkeypatch.setattr(fast_tokens, "start", lambda function, *rest: given.append(function) or own(function, *rest))
+    encoder.encode(["the cell", "Zürich"])
+    assert given == [encoder._ids]
+    encoder.encode(["the cell", "a\u0378b"])
+    assert given == [encoder._ids], "texts are looked at before helpers are asked"
 
 
 @pytest.mark.parametrize(
