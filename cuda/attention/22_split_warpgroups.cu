@@ -80,7 +80,7 @@ template <bool kAligned>
 __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared,
                                         const TaskQueues<kGroups>& queues, int group, int group_warp, int lane,
                                         const ScoreFactor& factor) {
-    const uint32_t ring = shared_address(shared.ring.panels) / 16;
+    const uint32_t ring = kept(shared_address(shared.ring.panels) / 16);  // else it is computed again for every tile
     constexpr int kPanelSize = kPanelBytes / 16;
     // A weight is at most its lane's sum over the tile; fp16 ends at 65,504.
     constexpr float kLargestSum = 65000.0f;
@@ -88,8 +88,8 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     Fragment scores[kSteps * 2];
     Fragment sums[kD / 8];
     Fragment tile_sums[kD / 8];
-    uint32_t high[kSteps][4] = {};
-    uint32_t low[kSteps][4] = {};
+    uint32_t high[kSteps][4];
+    uint32_t low[kSteps][4];
     SplitQueries<kD> q;
 
     const auto issue_scores = [&](uint32_t panel) {
@@ -162,21 +162,22 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
     float(*queries)[kQueryPitch] = shared.queries[group] + group_warp * 16;
     const auto prepare = [&](int turn) {
         const Task& task = queues.look(group, turn);
-        const int first_row = first_row_of(task);
+        const int row = first_row_of(task) + lane / 8;
+        const int rows = task.rows;
+        // Behind the last row nothing is read.
+        const float* from = static_cast<const float*>(task.q) + row * args.q_token_stride + lane % 8 * 4;
         __syncwarp();  // the queries before have been read
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            const int row = i + lane / 8;
-            const bool exists = first_row + row < task.rows;
-            const float* from = static_cast<const float*>(task.q) +
-                                (exists ? first_row + row : 0) * args.q_token_stride + lane % 8 * 4;
-            float* to = &queries[row][lane % 8 * 4];
+            const bool exists = row + i < rows;
+            float* to = &queries[lane / 8 + i][lane % 8 * 4];
             if (kAligned) {
                 copy_async<16>(to, from, exists);
             } else {
 #pragma unroll
                 for (int word = 0; word < 4; ++word) copy_async<4>(to + word, from + word, exists);
             }
+            from += 4 * args.q_token_stride;
         }
         copy_async_commit();
     };
@@ -284,6 +285,12 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
                 }
                 softmax[0].sum += tile_sum[0];
                 softmax[1].sum += tile_sum[1];
+            } else {  // of rows that are not there: else weights would live on from tile to tile
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) let_go(high[step][i]), let_go(low[step][i]);
+                }
             }
             wgmma_fence();
             issue_tile_sums(panel + kPanelSize);
@@ -315,11 +322,32 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
             passed = chunk + tiles;
         }
         if (exists && !broken) {
-            QueryBlock block;
-            block.out = static_cast<float*>(task.out);
-            block.rows = task.rows;
-            store_split_rows<kD>(block, args.out_token_stride, first_row, softmax, kBias, kAligned,
-                                 [&](int i, int half, int j) { return sums[i][half * 2 + j]; });
+            const int rows = task.rows;
+            const int row = first_row + lane / 4;
+            float* out = static_cast<float*>(task.out) + row * args.out_token_stride + lane % 4 * 2;
+            float inverse[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float sum = softmax[half].sum;
+                sum += __shfl_xor_sync(kFullMask, sum, 1);
+                sum += __shfl_xor_sync(kFullMask, sum, 2);
+                inverse[half] = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (row + half * 8 < rows) {
+#pragma unroll
+                    for (int i = 0; i < kD / 8; ++i) {
+                        const float2 pair = {sums[i][half * 2] * inverse[half], sums[i][half * 2 + 1] * inverse[half]};
+                        if (kAligned) {
+                            store_vector(out + i * 8, pair);
+                        } else {
+                            out[i * 8] = pair.x, out[i * 8 + 1] = pair.y;
+                        }
+                    }
+                }
+                out += 8 * args.out_token_stride;
+            }
         }
         queues.done(group, turn, lane);
     }

@@ -10,6 +10,19 @@
 
 namespace tilerank {
 
+// ---- Registers ----
+
+// A value that the compiler may not compute again where it is used, but keeps.
+__device__ __forceinline__ uint32_t kept(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// Becomes whatever is there: what was in the register before has no use from here on.
+__device__ __forceinline__ void let_go(uint32_t& value) { asm("" : "=r"(value)); }
+
+// ---- Panels ----
+
 // Rows of 128 bytes: the high terms, then the low ones; swizzled as wgmma likes it.
 constexpr int kPanelBytes = kChunkKeys * kPanelPitch * 2;
 
@@ -220,9 +233,18 @@ struct PanelRing {
         Span spans[2];
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
+            if (share.has(round)) fours[round] = load_vector<float4>(panel + share.at(round, share.column * 4));
+        }
+        if (keys < kChunkKeys) {
+#pragma unroll
+            for (int round = 0; round < kRounds; ++round) {
+                if (share.has(round) && share.row_at(round) >= keys) fours[round] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+            }
+        }
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
             if (!share.has(round)) continue;
-            float4 four = load_vector<float4>(panel + share.at(round, share.column * 4));
-            if (share.row_at(round) >= keys) four = float4{0.0f, 0.0f, 0.0f, 0.0f};
+            const float4& four = fours[round];
             const unsigned group = absolute_bits(max_or_nan(max_or_nan(fabsf(four.x), fabsf(four.y)),
                                                             max_or_nan(fabsf(four.z), fabsf(four.w))));
             if (share.is_of_values(round)) {
@@ -230,7 +252,6 @@ struct PanelRing {
             } else {
                 spans[0].add_group(group);
             }
-            fours[round] = four;
         }
         const uint2 of_warp = {warp_max(spans[0].largest), warp_max(spans[1].largest)};
         uint2* of_warps = largest + number % 2 * kWarps;
