@@ -25,9 +25,9 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
 """Tokens that a packed batch is filled up to, before its last sequence: on a CPU what the caches hold and threads are
 worth waking for, on a GPU enough to keep it busy while activations stay small."""
 
-FUSED_BATCH_TOKENS = 132 * 136 // TOKEN_STEP * TOKEN_STEP - 1
-"""The same for `FusedModel` on a GPU: an H200 has 132 multiprocessors, a block of the fused layers up to 136 rows, and
-a bucket one spare token."""
+FUSED_BATCH_TOKENS = 76 * TOKEN_STEP - 1
+"""The same for `FusedModel` on a GPU. A bucket has one spare token. What a batch of this size holds is half of what 50
+padded passages of 512 tokens do."""
 
 Pool: TypeAlias = str  # first | mean: what becomes of a sequence's hidden states
 
