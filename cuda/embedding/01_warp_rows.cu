@@ -1,9 +1,11 @@
-// One warp a row: the rows of the three tables are read by 16-byte vectors, added and normalised in registers; rows too
-// wide for that are read twice. Rows of whole vectors, as encoders have them, take a kernel without a word about the rest:
+// One warp, or half of one, a row: the rows of the three tables are read by 16-byte vectors, added and normalised in
+// registers; rows too wide for that are read twice. Rows of whole vectors, as encoders have them, take a kernel without a word about the rest:
 // what bounds it is how soon its loads are under way.
 // Prediction: 8 us for 16,830 rows of 384 in fp16, from 60 as four kernels of a library: 13 MB are written, and the
 //   words' rows, 13 MB, come from a table of 23 MB.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
+#include <algorithm>
+
 #include "common/embedding.h"
 #include "common/moments.cuh"
 
@@ -12,6 +14,7 @@ namespace warp_rows {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kWholeBlocks = 4;  // of a multiprocessor: as many as have registers for a row's vectors at once
 
 // The row of the table that an index names; one beyond it means the nearest.
 template <typename Element>
@@ -112,75 +115,98 @@ __global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool alig
     }
 }
 
-// The same for rows of whole, aligned vectors, at most kParts a lane.
-template <typename Element, int kParts>
-__global__ void __launch_bounds__(kThreads, kParts <= 2 ? 6 : 3) whole(EmbeddingArgs args) {
+// The same for rows of whole, aligned vectors, at most kParts for each of the kLanes that share a row. A warp goes on with
+// further rows, for which gamma and beta, and where their vectors are to be found, are at hand.
+template <typename Element, int kParts, int kLanes>
+__global__ void __launch_bounds__(kThreads, kWholeBlocks) whole(EmbeddingArgs args) {
     constexpr int kPart = 16 / sizeof(Element);
+    constexpr int kRows = kWarpSize / kLanes;  // of a warp at a time
     let_next_begin();  // a product gets its pipeline ready while the last rows are made
-    const int lane = threadIdx.x % kWarpSize;
-    const int row = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
-    if (row >= args.rows) return;
-    const int width = static_cast<int>(args.width);
-    const auto row_at = [&](const void* table, const int32_t* indices, int64_t count) {
-        const int index = min(max(indices[row], 0), static_cast<int>(count) - 1);
-        return static_cast<const Element*>(table) + static_cast<int64_t>(index) * width;
-    };
-    const Element* word = row_at(args.words, args.ids, args.word_count);
-    const Element* position = row_at(args.positions, args.places, args.position_count);
+    const int lane = threadIdx.x % kLanes;
+    const int rows = static_cast<int>(args.rows), width = static_cast<int>(args.width);
+    const int first = (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x)) / kLanes;
+    const int step = static_cast<int>(gridDim.x) * kWarps * kRows;
     const bool has_type = args.types != nullptr;
-    const Element* type = has_type ? row_at(args.types, args.type_ids, args.type_count) : word;
-    uint4 raw[kParts][3] = {}, ends[kParts][2] = {};
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int column = (part * kWarpSize + lane) * kPart;
-        if (column >= width) continue;
-        raw[part][0] = load_vector<uint4>(word + column);
-        raw[part][1] = load_vector<uint4>(position + column);
-        if (has_type) raw[part][2] = load_vector<uint4>(type + column);
-        ends[part][0] = load_vector<uint4>(static_cast<const Element*>(args.gamma) + column);
-        ends[part][1] = load_vector<uint4>(static_cast<const Element*>(args.beta) + column);
-    }
+    const auto vector_at = [&](const void* table, int64_t row, int part) {
+        const int column = (part * kLanes + lane) * kPart;
+        if (column >= width) return uint4{0, 0, 0, 0};
+        return load_vector<uint4>(static_cast<const Element*>(table) + row * width + column);
+    };
+    const auto index_at = [&](const int32_t* indices, int64_t count, int row) {
+        return min(max(indices[row], 0), static_cast<int>(count) - 1);
+    };
     const auto element = [](const uint4& vector, int i) {
         Element elements[kPart];
         memcpy(elements, &vector, sizeof(vector));
         return to_float(elements[i]);
     };
-    float values[kParts][kPart];
-    float sum = 0.0f, squares = 0.0f;
+    const auto sum_of_row = [](float value) {
+#pragma unroll
+        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+            value += __shfl_xor_sync(kFullMask, value, distance);
+        }
+        return value;
+    };
+    int word = 0, position = 0, type = 0;
+    const auto find = [&](int row) {
+        const int at = min(row, rows - 1);  // lanes beyond the last row go with the others
+        word = index_at(args.ids, args.word_count, at);
+        position = index_at(args.places, args.position_count, at);
+        if (has_type) type = index_at(args.type_ids, args.type_count, at);
+    };
+    find(first);
+    uint4 gamma[kParts], beta[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-            values[part][i] = element(raw[part][0], i) + element(raw[part][1], i) + element(raw[part][2], i);
-            sum += values[part][i];
-        }
+        gamma[part] = vector_at(args.gamma, 0, part), beta[part] = vector_at(args.beta, 0, part);
     }
-    const float share = 1.0f / static_cast<float>(width);
-    const float mean = warp_sum(sum) * share;
+#pragma unroll 1
+    for (int row = first; row - first % kRows < rows; row += step) {
+        uint4 raw[kParts][3] = {};
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const bool exists = (part * kWarpSize + lane) * kPart < width;
-#pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-            values[part][i] = exists ? values[part][i] - mean : 0.0f;
-            squares += values[part][i] * values[part][i];
+        for (int part = 0; part < kParts; ++part) {
+            raw[part][0] = vector_at(args.words, word, part);
+            raw[part][1] = vector_at(args.positions, position, part);
+            if (has_type) raw[part][2] = vector_at(args.types, type, part);
         }
-    }
-    const float factor = 1.0f / sqrtf(warp_sum(squares) * share + static_cast<float>(args.epsilon));
-    Element* out = static_cast<Element*>(args.out) + row * args.out_stride;
+        find(row + step);
+        float values[kParts][kPart];
+        float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-        const int column = (part * kWarpSize + lane) * kPart;
-        if (column >= width) continue;
-        Element elements[kPart];
+        for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-        for (int i = 0; i < kPart; ++i) {
-            elements[i] = from_float<Element>(values[part][i] * factor * element(ends[part][0], i) +
-                                              element(ends[part][1], i));
+            for (int i = 0; i < kPart; ++i) {
+                values[part][i] = element(raw[part][0], i) + element(raw[part][1], i) + element(raw[part][2], i);
+                sum += values[part][i];
+            }
         }
-        uint4 vector;
-        memcpy(&vector, elements, sizeof(vector));
-        store_vector(out + column, vector);
+        const float share = 1.0f / static_cast<float>(width);
+        const float mean = sum_of_row(sum) * share;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const bool exists = (part * kLanes + lane) * kPart < width;
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) {
+                values[part][i] = exists ? values[part][i] - mean : 0.0f;
+                squares += values[part][i] * values[part][i];
+            }
+        }
+        const float factor = 1.0f / sqrtf(sum_of_row(squares) * share + static_cast<float>(args.epsilon));
+        Element* out = static_cast<Element*>(args.out) + row * args.out_stride;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int column = (part * kLanes + lane) * kPart;
+            if (column >= width || row >= rows) continue;
+            Element elements[kPart];
+#pragma unroll
+            for (int i = 0; i < kPart; ++i) {
+                elements[i] =
+                    from_float<Element>(values[part][i] * factor * element(gamma[part], i) + element(beta[part], i));
+            }
+            uint4 vector;
+            memcpy(&vector, elements, sizeof(vector));
+            store_vector(out + column, vector);
+        }
     }
 }
 
@@ -193,10 +219,16 @@ bool is_aligned(const EmbeddingArgs& args) {
 
 template <typename Element>
 tilerank_status launch_typed(const EmbeddingArgs& args, void* stream) {
-    const int64_t parts = (args.width + 512 / sizeof(Element) - 1) / (512 / static_cast<int64_t>(sizeof(Element)));
+    constexpr int64_t kPart = 16 / sizeof(Element);
+    const int64_t vectors = (args.width + kPart - 1) / kPart, parts = (vectors + kWarpSize - 1) / kWarpSize;
     if (is_aligned(args) && parts <= 4 && args.rows <= INT32_MAX / 2 && args.word_count <= INT32_MAX) {
-        const auto run = parts <= 2 ? whole<Element, 2> : parts == 3 ? whole<Element, 3> : whole<Element, 4>;
-        return launch_blocks("warp_rows", run, (args.rows + kWarps - 1) / kWarps, kThreads, 0, stream, args);
+        // Half a warp has no lanes to spare where a row has 48 vectors.
+        const int lanes = vectors <= 48 ? 16 : 32;
+        const auto run =
+            lanes == 16 ? whole<Element, 3, 16> : parts <= 3 ? whole<Element, 3, 32> : whole<Element, 4, 32>;
+        const int64_t blocks = (args.rows * lanes + kThreads - 1) / kThreads;
+        const int64_t most = static_cast<int64_t>(std::max(multiprocessors(), 1)) * kWholeBlocks;
+        return launch_blocks("warp_rows", run, std::min(blocks, most), kThreads, 0, stream, args);
     }
     const auto run = parts <= 2 ? kernel<Element, 2> : parts <= 4 ? kernel<Element, 4> : kernel<Element, 0>;
     return launch_blocks("warp_rows", run, (args.rows + kWarps - 1) / kWarps, kThreads, 0, stream, args,

@@ -270,9 +270,11 @@ def test_embeddings(library_of: str, dtype: str, width: int, with_types: bool) -
     words, positions = draw(11, width, seed=1, dtype=dtype), draw(6, width, seed=2, dtype=dtype)
     types = draw(2, width, seed=3, dtype=dtype) if with_types else None
     gamma, beta = draw(width, seed=4, dtype=dtype), draw(width, seed=5, dtype=dtype)
-    ids = torch.tensor([0, 10, 3, 3, 99, -5, 7], dtype=torch.int32)  # two beyond the table: the nearest rows
-    places = torch.tensor([0, 5, 1, 2, 6, -1, 3], dtype=torch.int32)
-    kinds = torch.tensor([0, 1, 0, 1, 2, -1, 1], dtype=torch.int32)
+    # Two beyond the table: the nearest rows. Enough of some widths that a warp goes on with further rows.
+    ids, places, kinds = (
+        torch.tensor(indices * (15 if width == 384 else 1), dtype=torch.int32)
+        for indices in ([0, 10, 3, 3, 99, -5, 7], [0, 5, 1, 2, 6, -1, 3], [0, 1, 0, 1, 2, -1, 1])
+    )
     total = words.double()[ids.clamp(0, 10).long()] + positions.double()[places.clamp(0, 5).long()]
     if types is not None:
         total = total + types.double()[kinds.clamp(0, 1).long()]
