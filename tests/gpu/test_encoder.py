@@ -270,6 +270,7 @@ def test_from_attention_to_attention(dtype: str, wide: int, following: int) -> N
         out, after = encoder_ops.layer(found, held, weights, variant="resident_tokens")
         check(out, whole, theirs[0], exact[0])
         if after is not None:
+            assert after.untyped_storage().nbytes() == rows * wide * 2, "it has memory of its own"
             own = functional.linear(out.double(), weights.next[0].double(), weights.next[1].double())
             limit = 2.0**-7 if dtype == "bf16" else 2.0**-10  # of the result's largest, rounded once
             assert (after.double() - own).abs().max() <= limit * own.abs().max()
@@ -378,7 +379,7 @@ def test_embeddings(dtype: str, width: int) -> None:
     gamma, beta = draw(width, seed=4, dtype=dtype), draw(width, seed=5, dtype=dtype)
     generator = torch.Generator("cuda").manual_seed(0)
     ids, at, kinds = (
-        torch.randint(0, count, (3001,), generator=generator, device="cuda").int() for count in (999, 512, 2)
+        torch.randint(0, count, (9001,), generator=generator, device="cuda").int() for count in (999, 512, 2)
     )
     found = encoder_ops.embedding(ids, at, kinds, words, places, types, gamma, beta, 1e-12, variant="warp_rows")
     total = words.double()[ids] + places.double()[at] + types.double()[kinds]

@@ -172,7 +172,8 @@ def layer(
     found: torch.Tensor, x: torch.Tensor, weights: LayerWeights, *, variant: str, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What stands between two attentions: of what attention ``found`` in ``x``, both ``[rows, width]``, the layer's
-    result and what its ``next`` product makes of it. x may not be used any more: the result takes its place.
+    result and what its ``next`` product makes of it, whose rows may lie apart. x may not be used any more: the result
+    takes its place.
 
     ``x1 = LN(out(found) + x)``, ``LN(down(gelu(up(x1))) + x1)``. overlap: as in `linear`. Raises as `linear` does.
     """
@@ -192,7 +193,15 @@ def layer(
     for gamma, beta in weights.norms:
         _check("gamma", gamma, x, (width,), packed=True)
         _check("beta", beta, x, (width,), packed=True)
-    after = None if weights.next is None else x.new_empty(rows, shapes["next"][0])
+    row, after, workspace = registry.get(variant, "layer"), None, None
+    if weights.next is not None:
+        columns = shapes["next"][0]
+        if row.workspace and columns <= wide:
+            # In the rows of what is wide, which are used up where the next product's are made.
+            workspace = x.new_empty(rows, wide)
+            after = workspace[:, :columns]
+        else:
+            after = x.new_empty(rows, columns)
     params = library.LayerParams(
         found=found.data_ptr(),
         x=x.data_ptr(),
@@ -213,7 +222,7 @@ def layer(
         next_stride=0 if after is None else after.stride(0),
         **pointers,
     )
-    torch_ops._call(registry.get(variant, "layer"), params, x.device)
+    torch_ops._call(row, params, x.device, workspace)
     return x, after
 
 

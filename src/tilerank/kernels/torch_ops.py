@@ -380,17 +380,20 @@ def _request(q: torch.Tensor, layout: str, k_len: int, masks: frozenset[str]) ->
     return registry.Request(device.type, sm_of(device), _DTYPES[q.dtype], q.shape[-1], layout, k_len, masks)
 
 
-def _call(row: registry.Row, params: library.Params, device: torch.device) -> None:
-    """Queue the call on the device's current stream, with the workspace it needs."""
+def _call(
+    row: registry.Row, params: library.Params, device: torch.device, workspace: torch.Tensor | None = None
+) -> None:
+    """Queue the call on the device's current stream, with the workspace it needs, or the caller's."""
     if device.type != "cuda":
         _library().run(row.name, params)
         return
     # The library launches on the current device, which need not be the tensors'.
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
-        size = _library().workspace_size(row.name, params) if row.workspace else 0
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        _library().run(row.name, params, workspace.data_ptr() if size else 0, size, stream)
+        if workspace is None and row.workspace and (size := _library().workspace_size(row.name, params)):
+            workspace = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = (0, 0) if workspace is None else (workspace.data_ptr(), workspace.nbytes)
+        _library().run(row.name, params, *memory, stream)
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
