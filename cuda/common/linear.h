@@ -19,4 +19,12 @@ struct LinearVariant {
 extern const LinearVariant kLinearVariants[];
 extern const int32_t kLinearVariantCount;
 
+// For variants that end products of many rows in nothing but GELU: what few_rows alone serves beside that.
+inline tilerank_status check_usual_ends(const char* name, const LinearArgs& args) {
+    if (args.activation == TILERANK_ACTIVATION_TANH) {
+        return refuse(TILERANK_UNSUPPORTED, "variant %s: activation is 2 (tanh); it serves: 0 (none), 1 (gelu)", name);
+    }
+    return TILERANK_OK;
+}
+
 }  // namespace tilerank

@@ -42,6 +42,15 @@ __device__ __forceinline__ void store_floats(Element* target, const float (&valu
     }
 }
 
+// The sum of all lanes' values, the same bits in each.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        value += __shfl_xor_sync(kFullMask, value, distance);
+    }
+    return value;
+}
+
 // Of some numbers: how many, their mean, and the sum of their squared distances from it.
 struct Moments {
     float count = 0.0f;

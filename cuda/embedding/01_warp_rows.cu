@@ -24,14 +24,6 @@ __device__ __forceinline__ const Element* row_of(const void* table, const int32_
     return static_cast<const Element*>(table) + clamp(static_cast<int64_t>(indices[at]), 0, count - 1) * width;
 }
 
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(kFullMask, value, distance);
-    }
-    return value;
-}
-
 // kParts: vectors of a row that a lane keeps; 0: none, the row is read twice.
 template <typename Element, int kParts>
 __global__ void __launch_bounds__(kThreads) kernel(EmbeddingArgs args, bool aligned) {

@@ -181,9 +181,8 @@ bool aligned16(const void* pointer, int64_t stride) {
 }
 
 tilerank_status check_served(const LinearArgs& args) {
-    if (args.activation == TILERANK_ACTIVATION_TANH) {
-        return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: activation is 2 (tanh); it serves: 0 (none), 1 (gelu)");
-    }
+    const tilerank_status usual = check_usual_ends("resident_rows", args);
+    if (usual != TILERANK_OK) return usual;
     if (args.gamma != nullptr) return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: gamma is given; it serves: NULL");
     if (args.weight_format != TILERANK_FORMAT_INTERLEAVED) {
         return refuse(TILERANK_UNSUPPORTED, "variant resident_rows: weight_format is %d; it serves: 1 (interleaved)",

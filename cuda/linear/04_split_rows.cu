@@ -197,9 +197,8 @@ bool aligned16(const void* pointer, int64_t stride, int bytes) {
 }
 
 tilerank_status check_served(const LinearArgs& args) {
-    if (args.activation == TILERANK_ACTIVATION_TANH) {
-        return refuse(TILERANK_UNSUPPORTED, "variant split_rows: activation is 2 (tanh); it serves: 0 (none), 1 (gelu)");
-    }
+    const tilerank_status usual = check_usual_ends("split_rows", args);
+    if (usual != TILERANK_OK) return usual;
     if (args.gamma != nullptr) return refuse(TILERANK_UNSUPPORTED, "variant split_rows: gamma is given; it serves: NULL");
     if (args.weight_format != TILERANK_FORMAT_SPLIT) {
         return refuse(TILERANK_UNSUPPORTED, "variant split_rows: weight_format is %d; it serves: 2 (split)",

@@ -8,6 +8,7 @@
 #include "common/activation.cuh"
 #include "common/linear.h"
 #include "common/mma16.cuh"
+#include "common/moments.cuh"
 
 namespace tilerank {
 namespace few_rows {
@@ -137,14 +138,6 @@ __global__ void __launch_bounds__(kThreads, 2) multiply(LinearArgs args, float* 
                 from_float<Element>(activated(sum, args.activation));
         }
     }
-}
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-        value += __shfl_xor_sync(kFullMask, value, distance);
-    }
-    return value;
 }
 
 // A warp a row, of up to kOwn columns a lane.
