@@ -1,9 +1,9 @@
 // One block keeps its tokens from one attention to the next: four products and two normalisations without a launch, a wave
 // or a start of a pipeline between them. Tokens are the products' columns, so that a block may have any number of eights:
 // one wave of blocks fills the device whatever the batch. A block's rows x, later x1 and out, lie in shared memory, where
-// they are the factors of the products behind them; weights stream past in one ring through all four products, each part
+// they are the factors of the products behind them; weights stream past in rings through all four products, each part
 // fetched once for the two blocks of a cluster. Only what GELU gives is too wide: it goes through global memory, and comes
-// back from L2.
+// back from L2 to where the rows lay, which meanwhile are in the sums.
 // Prediction: 75 us for 16,830 tokens of width 384 in fp16, from 122 as four kernels: 110,600 cycles of the matrix unit
 //   are 62 us, two normalisations and a start 10. 50 us for 8,960 from 88: there L2 delivers 3.5 MB of weights to each.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.
@@ -23,7 +23,7 @@ constexpr int kRows = 64;  // of the weights, of a product
 constexpr int kSlotBytes = kRows * kPartRowBytes;
 constexpr int kParts = kWidth / kPart;
 constexpr int kGroups = 2;
-constexpr int kPlaces = 2;  // of parts that pass, one for each group's results on their way out
+constexpr int kStages = 2;                         // parts of found on their way in, and of results on their way out
 constexpr int kWarps = 4;                          // of a group
 constexpr int kUsers = kGroups * kWarps;           // warps that multiply
 constexpr int kThreads = (kGroups + 1) * 128;
@@ -51,129 +51,176 @@ template <int N>
 struct Shape {
     static constexpr int kPartBytes = N * kPartRowBytes;
     static constexpr int kTileBytes = kParts * kPartBytes;
-    static constexpr int kSumBytes = (kUsers + 2) * N * 4;
+    static constexpr int kStageBytes = kStages * kPartBytes;
     static constexpr int kBarrierBytes = 512;
-    static constexpr int kFixed = kTileBytes + kPlaces * kPartBytes + kSumBytes + kBarrierBytes;
-    // Of each group: its own, so that it uses every slot in turn and never looks a turn ahead.
-    static constexpr int kRoom = (kSharedMost - kFixed) / kSlotBytes / kGroups;
-    static constexpr int kSlots = kRoom < 8 ? kRoom : 8;
-    static constexpr int kSharedBytes = kFixed + kGroups * kSlots * kSlotBytes;
-    static_assert(kSlots >= 4 && kPlaces >= kGroups);
+    static constexpr int kFixed = kTileBytes + kStageBytes + kBarrierBytes;
+    // Groups take turns and slots of one ring where a block's product takes longer than its end, else each has a ring.
+    static constexpr bool kTurns = N >= 128;
+    static constexpr int kRings = kTurns ? 1 : kGroups;
+    // An even number in all: where groups take slots in turn, each has its own.
+    static constexpr int kRoom = (kSharedMost - kFixed) / kSlotBytes;
+    static constexpr int kAllSlots = (kRoom < 16 ? kRoom : 16) / kGroups * kGroups;
+    static constexpr int kSlots = kAllSlots / kRings;
+    static constexpr int kSharedBytes = kFixed + kAllSlots * kSlotBytes;
+    static_assert(kSlots >= 4 && (kUsers + 2) * N * 4 <= kStageBytes);
 };
+
+// A part of a product's factors that are not the tile itself.
+struct Factors {
+    unsigned char* rows;
+    uint64_t* full;
+    uint64_t* empty;
+    uint32_t parity;  // of the phase of `full`
+};
+
+// What GELU gave is used from its last parts on, which are still where they were made.
+__device__ __forceinline__ int wide_part(int i, int parts) { return i < kStages ? parts - kStages + i : i - kStages; }
 
 template <int N>
 struct Shared {
     using S = Shape<N>;
-    unsigned char* tile;    // the block's rows, part by part
-    unsigned char* passing; // kPlaces parts: found or what GELU gives on its way in, or of each group on its way out
-    unsigned char* ring;    // of the weights: kSlots of each group
-    float* partial;         // [warp][token]
+    unsigned char* tile;     // the block's rows, part by part
+    unsigned char* staging;  // kStages parts: found on its way in, of each group on its way out; and the next three
+    float* partial;          // [warp][token]
     float* means;
     float* scales;
-    uint64_t* full;         // of each slot of the ring
+    unsigned char* ring;     // of the weights
+    uint64_t* full;          // of each slot of the ring
     uint64_t* empty;
-    uint64_t* passing_full;
-    uint64_t* passing_empty;
-    uint64_t* passed;       // a group's last block of the wide rows lies in global memory, and its place is free
+    uint64_t* found_full;    // of each stage
+    uint64_t* found_empty;
+    uint64_t* staged;        // the last of what GELU gave
+    uint64_t* wide_full;     // of each part of the tile: the rest of it
+    uint64_t* wide_empty;
+    uint64_t* passed;        // what GELU gave lies in global memory, or is staged, and the tile is free
     uint64_t* tile_full;
 
     __device__ __forceinline__ explicit Shared(unsigned char* memory) {
         tile = memory;
-        passing = tile + S::kTileBytes;
-        ring = passing + kPlaces * S::kPartBytes;
-        partial = reinterpret_cast<float*>(ring + kGroups * S::kSlots * kSlotBytes);
+        staging = tile + S::kTileBytes;
+        partial = reinterpret_cast<float*>(staging);
         means = partial + kUsers * N;
         scales = means + N;
-        full = reinterpret_cast<uint64_t*>(scales + N);
-        empty = full + kGroups * S::kSlots;
-        passing_full = empty + kGroups * S::kSlots;
-        passing_empty = passing_full + kPlaces;
-        passed = passing_empty + kPlaces;
-        tile_full = passed + kGroups;
+        ring = staging + S::kStageBytes;
+        full = reinterpret_cast<uint64_t*>(ring + S::kAllSlots * kSlotBytes);
+        empty = full + S::kAllSlots;
+        found_full = empty + S::kAllSlots;
+        found_empty = found_full + kStages;
+        staged = found_empty + kStages;
+        wide_full = staged + kStages;
+        wide_empty = wide_full + kParts;
+        passed = wide_empty + kParts;
+        tile_full = passed + 1;
     }
 
     __device__ __forceinline__ void init() const {
-        for (int slot = 0; slot < kGroups * S::kSlots; ++slot) {
+        for (int slot = 0; slot < S::kAllSlots; ++slot) {
             barrier_init(&full[slot], 1);
             barrier_init(&empty[slot], 2 * kWarps);
         }
-        for (int i = 0; i < kPlaces; ++i) {
-            barrier_init(&passing_full[i], 1);
-            barrier_init(&passing_empty[i], kUsers);
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(&found_full[i], 1);
+            barrier_init(&found_empty[i], kUsers);
+            barrier_init(&staged[i], 1);
         }
-        for (int i = 0; i < kGroups; ++i) barrier_init(&passed[i], 1);
+        for (int i = 0; i < kParts; ++i) {
+            barrier_init(&wide_full[i], 1);
+            barrier_init(&wide_empty[i], kUsers);
+        }
+        barrier_init(passed, kUsers);
         barrier_init(tile_full, 1);
         fence_barrier_init();
+    }
+
+    // Part i of what a side's normalisation multiplies, in the order of its use.
+    __device__ __forceinline__ Factors factors(int side, int i, int parts) const {
+        const bool is_copy = side == 1 && i >= kStages;
+        const int count = is_copy ? kParts : kStages, at = is_copy ? i - kStages : side == 1 ? parts + i : i;
+        const int place = at % count;
+        unsigned char* rows = (is_copy ? tile : staging) + place * S::kPartBytes;
+        uint64_t* is_full = is_copy ? wide_full : side == 1 ? staged : found_full;
+        const uint32_t parity = side == 1 && !is_copy ? 0 : at / count & 1;
+        return {rows, is_full + place, (is_copy ? wide_empty : found_empty) + place, parity};
     }
 };
 
 // ---- The threads that copy ----
 
-// A group's weights of all four products, in the order that it uses them.
+// A ring's weights of all four products, in the order of their use.
 template <int N>
-__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank, int group) {
+__device__ __forceinline__ void load_weights(const Problem& problem, const Shared<N>& shared, int rank, int ring) {
     using S = Shape<N>;
-    unsigned char* ring = shared.ring + group * S::kSlots * kSlotBytes;
-    uint64_t* full = shared.full + group * S::kSlots;
-    uint64_t* empty = shared.empty + group * S::kSlots;
+    constexpr int kEach = kGroups / S::kRings;  // groups of a ring
+    const int first = ring * S::kSlots;
     int slot = 0, turn = 0;
     const auto load = [&](int matrix, int block, int part) {
-        if (turn > 0) barrier_wait(&empty[slot], (turn - 1) & 1);
-        barrier_expect(&full[slot], kSlotBytes);
-        copy_box_to_cluster(ring + slot * kSlotBytes + rank * (kSlotBytes / 2), &problem.weights[matrix], &full[slot],
-                            part * kPart, block * kRows + rank * (kRows / 2), 3);
+        uint64_t* full = &shared.full[first + slot];
+        if (turn > 0) barrier_wait(&shared.empty[first + slot], (turn - 1) & 1);
+        barrier_expect(full, kSlotBytes);
+        copy_box_to_cluster(shared.ring + (first + slot) * kSlotBytes + rank * (kSlotBytes / 2), &problem.weights[matrix],
+                            full, part * kPart, block * kRows + rank * (kRows / 2), 3);
         if (++slot == S::kSlots) slot = 0, ++turn;
     };
 #pragma unroll 1
     for (int side = 0; side < 2; ++side) {
-        // The group's rows of the weights for a part of the factors, then some of the rows for all factors.
+        // All rows of the weights for a part of the factors, groups in turn, then some of the rows for all factors.
         const int parts = side == 0 ? kParts : problem.wide_parts;
         const int blocks = side == 0 ? problem.wide_parts : problem.next_blocks;
 #pragma unroll 1
-        for (int part = 0; part < parts; ++part) {
+        for (int i = 0; i < parts; ++i) {
 #pragma unroll 1
-            for (int block = 0; block < kGroupBlocks; ++block) load(2 * side, group * kGroupBlocks + block, part);
+            for (int block = 0; block < kEach * kGroupBlocks; ++block) {
+                const int group = ring + block % kEach;
+                load(2 * side, group * kGroupBlocks + block / kEach, side == 0 ? i : wide_part(i, parts));
+            }
         }
 #pragma unroll 1
-        for (int block = group; block < blocks; block += kGroups) {
+        for (int block = ring; block < blocks; block += S::kRings) {
 #pragma unroll 1
             for (int part = 0; part < kParts; ++part) load(2 * side + 1, block, part);
         }
     }
 }
 
-// The rows: x to stay; found, and later what GELU gave, to pass.
+// The rows: x to stay; found, and later what GELU gave.
 template <int N>
 __device__ __forceinline__ void load_rows(const Problem& problem, const Shared<N>& shared, int first_token) {
     using S = Shape<N>;
     prefetch_map(&problem.found), prefetch_map(&problem.x);
     if (problem.overlap) wait_for_previous();
-    int place = 0, turn = 0;
-    const auto load = [&](const CUtensorMap* map, int part) {
-        if (turn > 0) barrier_wait(&shared.passing_empty[place], (turn - 1) & 1);
-        barrier_expect(&shared.passing_full[place], S::kPartBytes);
-        copy_box(shared.passing + place * S::kPartBytes, map, &shared.passing_full[place], part * kPart, first_token);
-        if (++place == kPlaces) place = 0, ++turn;
+    const auto load = [&](const CUtensorMap* map, const Factors& to, int part) {
+        barrier_expect(to.full, S::kPartBytes);
+        copy_box(to.rows, map, to.full, part * kPart, first_token);
     };
-    for (int part = 0; part < kPlaces; ++part) load(&problem.found, part);
+    for (int part = 0; part < kStages; ++part) load(&problem.found, shared.factors(0, part, kParts), part);
     barrier_expect(shared.tile_full, S::kTileBytes);
     for (int part = 0; part < kParts; ++part) {
         copy_box(shared.tile + part * S::kPartBytes, &problem.x, shared.tile_full, part * kPart, first_token);
     }
-    for (int part = kPlaces; part < kParts; ++part) load(&problem.found, part);
 #pragma unroll 1
-    for (int part = 0; part < problem.wide_parts; ++part) {
-        // A group's blocks arrive in turn: when its last one has, so have all before it, and its place is free.
-        if (part < kGroups) barrier_wait(&shared.passed[part], 0);
-        if (part == 0) {
-            // Written by copies of other threads, which have seen them complete.
-            asm volatile("fence.proxy.async;" ::: "memory");
-        }
-        load(&problem.wide, part);
+    for (int part = kStages; part < kParts; ++part) {
+        const Factors to = shared.factors(0, part, kParts);
+        barrier_wait(to.empty, to.parity ^ 1);
+        load(&problem.found, to, part);
+    }
+    barrier_wait(shared.passed, 0);
+    asm volatile("fence.proxy.async;" ::: "memory");  // written by copies of other threads, which have seen them complete
+#pragma unroll 1
+    for (int i = kStages; i < problem.wide_parts; ++i) {
+        const Factors to = shared.factors(1, i, problem.wide_parts);
+        if (i >= kStages + kParts) barrier_wait(to.empty, to.parity ^ 1);
+        load(&problem.wide, to, wide_part(i, problem.wide_parts));
     }
 }
 
 // ---- The groups that multiply ----
+
+// Among kThreads threads, some of whom only arrive.
+template <int kThreads>
+__device__ __forceinline__ void barrier_named_arrive(int name) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+constexpr int kBothGroups = 1, kOwnGroup = 2, kTurn = 4;  // named barriers: the last two of each group
 
 template <typename Element, int N>
 struct Group {
@@ -184,12 +231,10 @@ struct Group {
     int group;
     int warp;  // of the group
     int lane;
-    int position = 0;  // of the group's weights, where the product under way begins
-    int place = 0;     // of what passes
-    int turn = 0;
+    int position = 0;  // of the ring's weights, where the product under way begins
 
     __device__ __forceinline__ uint32_t slot_of(int at) const {
-        return static_cast<uint32_t>(group * S::kSlots) + static_cast<uint32_t>(at) % S::kSlots;
+        return static_cast<uint32_t>(S::kTurns ? 0 : group * S::kSlots) + static_cast<uint32_t>(at) % S::kSlots;
     }
     __device__ __forceinline__ void await(int at) const {
         barrier_wait(&shared.full[slot_of(at)], static_cast<uint32_t>(at) / S::kSlots & 1);
@@ -197,12 +242,14 @@ struct Group {
     __device__ __forceinline__ void give_back(int at) const {
         if (lane < 2) barrier_arrive_at(&shared.empty[slot_of(at)], lane);
     }
-    __device__ __forceinline__ void multiply(Fragment (&sums)[N / 8], int at, uint32_t factors) const {
-        const uint32_t weight = shared_address(shared.ring) / 16 + slot_of(at) * (kSlotBytes / 16);
+
+    __device__ __forceinline__ void multiply(Fragment (&sums)[N / 8], int at, const unsigned char* factors) const {
+        const uint32_t weights = shared_address(shared.ring) / 16 + slot_of(at) * (kSlotBytes / 16);
+        const uint32_t tokens = shared_address(factors) / 16;
 #pragma unroll
         for (int step = 0; step < kPart / 16; ++step) {
-            wgmma_columns_k16<Element, N>(sums, tile_descriptor<128>(weight + step * 2, 1),
-                                          tile_descriptor<128>(factors + step * 2, 1), 1);
+            wgmma_columns_k16<Element, N>(sums, tile_descriptor<128>(weights + step * 2, 1),
+                                          tile_descriptor<128>(tokens + step * 2, 1), 1);
         }
         wgmma_commit();
     }
@@ -211,84 +258,106 @@ struct Group {
     __device__ __forceinline__ void normalised(int side, int parts) {
         // Zeros, not nothing: what is read before it is written lives through all that stands before it.
         Fragment sums[kGroupBlocks][N / 8] = {};
-        int last = -1;
-#pragma unroll 1
-        for (int part = 0; part < parts; ++part) {
-            barrier_wait(&shared.passing_full[place], turn & 1);
-            const uint32_t factors = shared_address(shared.passing) / 16 + place * (S::kPartBytes / 16);
-#pragma unroll
-            for (int block = 0; block < kGroupBlocks; ++block) {
-                const int at = position + part * kGroupBlocks + block;
-                await(at);
-                wgmma_fence();
-                multiply(sums[block], at, factors);
-                if (last >= 0) {
-                    wgmma_wait<1>();
-                    give_back(last);
-                    // The part before has been used up with its last block.
-                    if (block == 0 && lane == 0) {
-                        barrier_arrive(&shared.passing_empty[place == 0 ? kPlaces - 1 : place - 1]);
-                    }
-                }
-                last = at;
-            }
-            if (++place == kPlaces) place = 0, ++turn;
-        }
-        wgmma_wait<0>();
-        give_back(last);
-        if (lane == 0) barrier_arrive(&shared.passing_empty[place == 0 ? kPlaces - 1 : place - 1]);
-        position += parts * kGroupBlocks;
-
         const int first_column = group * (kGroupBlocks * kRows) + warp * 16 + lane / 4;
-        const auto vector_at = [&](const void* vector, int block, int half) {
-            return to_float(static_cast<const Element*>(vector)[first_column + block * kRows + half * 8]);
-        };
-        unsigned char* tile = shared.tile + group * kGroupBlocks * S::kPartBytes;
-        float* own_partial = shared.partial + (group * kWarps + warp) * N;
-        const int offset = eights_offset(warp, lane);
-        const int two = lane % 4 * 2;                             // the first token of a thread in each eight
-        const int kept = lane / 16 * 8 + two + (lane / 8 & 1);    // what sum_over_columns leaves to it in 16
-        const int thread = (group * kWarps + warp) * kWarpSize + lane;
-        if (side == 0) barrier_wait(shared.tile_full, 0);
-        {
-            float bias[kGroupBlocks][2];
+        const auto load_vector_of = [&](Element (&values)[kGroupBlocks][2], const void* vector) {
 #pragma unroll
-            for (int block = 0; block < kGroupBlocks; ++block) {
-                bias[block][0] = vector_at(problem.biases[2 * side], block, 0);
-                bias[block][1] = vector_at(problem.biases[2 * side], block, 1);
+            for (int i = 0; i < kGroupBlocks * 2; ++i) {
+                values[i / 2][i % 2] = static_cast<const Element*>(vector)[first_column + i / 2 * kRows + i % 2 * 8];
             }
+        };
+        Element bias[kGroupBlocks][2], gamma[kGroupBlocks][2], beta[kGroupBlocks][2];
+        load_vector_of(bias, problem.biases[2 * side]);
+        unsigned char* tile = shared.tile + group * kGroupBlocks * S::kPartBytes;
+        const int offset = eights_offset(warp, lane);
+        const auto add_tile = [&](uint32_t mask) {
 #pragma unroll
             for (int pair = 0; pair < (N + 15) / 16; ++pair) {
-                float total[4] = {};
 #pragma unroll
                 for (int block = 0; block < kGroupBlocks; ++block) {
                     uint32_t words[4];
                     ldmatrix_x4_trans(words, tile + block * S::kPartBytes + pair_offset<N>(offset, pair, lane));
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const int j = pair * 2 + i / 2, half = i % 2;
+                        const int j = pair * 2 + i / 2;
                         if (j >= N / 8) continue;
-                        const float2 residual = unpack16<Element>(words[i]);
-                        float* two_sums = &sums[block][j][half * 2];
-                        two_sums[0] += bias[block][half] + residual.x;
-                        two_sums[1] += bias[block][half] + residual.y;
-                        total[i / 2 * 2] += two_sums[0];
-                        total[i / 2 * 2 + 1] += two_sums[1];
+                        const float2 residual = unpack16<Element>(words[i] & mask);
+                        sums[block][j][i % 2 * 2] += residual.x, sums[block][j][i % 2 * 2 + 1] += residual.y;
                     }
                 }
-                const float sum = sum_over_columns(total, lane);
-                if (lane % 8 < 4 && pair * 16 + kept < N) own_partial[pair * 16 + kept] = sum;
             }
+        };
+        // Masked, not skipped: products do not follow each other at once where their sums come from a branch.
+        add_tile(side == 1 ? ~0u : 0u);
+        if (side == 1) {
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.passed);
+            // The other group has seen all its weights: a barrier's parity tells one turn of the ring from the next only.
+            if (S::kTurns && group == 0) barrier_named<kGroups * 128>(kTurn);
         }
-        const auto sum_of_warps = [&] {
+        int last = -1;
+        uint64_t* before = nullptr;
+#pragma unroll 1
+        for (int part = 0; part < parts; ++part) {
+            const Factors factors = shared.factors(side, part, parts);
+            barrier_wait(factors.full, factors.parity);
+#pragma unroll
+            for (int block = 0; block < kGroupBlocks; ++block) {
+                const int of_group = part * kGroupBlocks + block;
+                const int at = position + (S::kTurns ? of_group * kGroups + group : of_group);
+                await(at);
+                wgmma_fence();
+                multiply(sums[block], at, factors.rows);
+                if (last >= 0) {
+                    wgmma_wait<1>();
+                    give_back(last);
+                    if (block == 0 && lane == 0) barrier_arrive(before);  // used up with its last block
+                }
+                last = at;
+            }
+            before = factors.empty;
+        }
+        wgmma_wait<0>();
+        give_back(last);
+        position += parts * (kParts / S::kRings);
+
+        if (side == 0) {
+            barrier_wait(shared.tile_full, 0);
+            add_tile(~0u);
+        }
+        barrier_named<kGroups * 128>(kBothGroups);  // factors lay where partial sums do now
+        float* own_partial = shared.partial + (group * kWarps + warp) * N;
+        const int two = lane % 4 * 2;                           // the first token of a thread in each eight
+        const int kept = lane / 16 * 8 + two + (lane / 8 & 1);  // what sum_over_columns leaves to it in 16
+        const int thread = (group * kWarps + warp) * kWarpSize + lane;
+        const auto share = [&](const float (&total)[4], int pair) {
+            const float sum = sum_over_columns(total, lane);
+            if (lane % 8 < 4 && pair * 16 + kept < N) own_partial[pair * 16 + kept] = sum;
+        };
+        const auto mean_of_warps = [&] {
             float sum = 0.0f;
 #pragma unroll
             for (int other = 0; other < kUsers; ++other) sum += shared.partial[other * N + thread];
             return sum * (1.0f / kWidth);
         };
-        barrier_named<kGroups * 128>(1);
-        if (thread < N) shared.means[thread] = sum_of_warps();
-        barrier_named<kGroups * 128>(1);
+#pragma unroll
+        for (int pair = 0; pair < (N + 15) / 16; ++pair) {
+            float total[4] = {};
+#pragma unroll
+            for (int i = 0; i < kGroupBlocks * 4; ++i) {
+                const int j = pair * 2 + i / 2 % 2, block = i / 4, half = i % 2;
+                if (j >= N / 8) continue;
+                float* two_sums = &sums[block][j][half * 2];
+                two_sums[0] += to_float(bias[block][half]), two_sums[1] += to_float(bias[block][half]);
+                total[i / 2 % 2 * 2] += two_sums[0], total[i / 2 % 2 * 2 + 1] += two_sums[1];
+            }
+            share(total, pair);
+        }
+        load_vector_of(gamma, problem.gammas[side]);
+        load_vector_of(beta, problem.betas[side]);
+        barrier_named<kGroups * 128>(kBothGroups);
+        if (thread < N) shared.means[thread] = mean_of_warps();
+        barrier_named<kGroups * 128>(kBothGroups);
 #pragma unroll
         for (int pair = 0; pair < (N + 15) / 16; ++pair) {
             float total[4] = {};
@@ -298,31 +367,18 @@ struct Group {
                 if (j >= N / 8) continue;
                 const float2 mean = load_vector<float2>(shared.means + j * 8 + two);
 #pragma unroll
-                for (int block = 0; block < kGroupBlocks; ++block) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        float* two_sums = &sums[block][j][half * 2];
-                        two_sums[0] -= mean.x, two_sums[1] -= mean.y;
-                        total[i * 2] = fmaf(two_sums[0], two_sums[0], total[i * 2]);
-                        total[i * 2 + 1] = fmaf(two_sums[1], two_sums[1], total[i * 2 + 1]);
-                    }
+                for (int k = 0; k < kGroupBlocks * 2; ++k) {
+                    float* two_sums = &sums[k / 2][j][k % 2 * 2];
+                    two_sums[0] -= mean.x, two_sums[1] -= mean.y;
+                    total[i * 2] = fmaf(two_sums[0], two_sums[0], total[i * 2]);
+                    total[i * 2 + 1] = fmaf(two_sums[1], two_sums[1], total[i * 2 + 1]);
                 }
             }
-            const float sum = sum_over_columns(total, lane);
-            if (lane % 8 < 4 && pair * 16 + kept < N) own_partial[pair * 16 + kept] = sum;
+            share(total, pair);
         }
-        float gamma[kGroupBlocks][2], beta[kGroupBlocks][2];
-#pragma unroll
-        for (int block = 0; block < kGroupBlocks; ++block) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                gamma[block][half] = vector_at(problem.gammas[side], block, half);
-                beta[block][half] = vector_at(problem.betas[side], block, half);
-            }
-        }
-        barrier_named<kGroups * 128>(1);
-        if (thread < N) shared.scales[thread] = 1.0f / sqrtf(sum_of_warps() + problem.epsilon);
-        barrier_named<kGroups * 128>(1);
+        barrier_named<kGroups * 128>(kBothGroups);
+        if (thread < N) shared.scales[thread] = 1.0f / sqrtf(mean_of_warps() + problem.epsilon);
+        barrier_named<kGroups * 128>(kBothGroups);
 #pragma unroll
         for (int pair = 0; pair < (N + 15) / 16; ++pair) {
             float2 scale[2] = {};
@@ -338,35 +394,54 @@ struct Group {
                     const int j = pair * 2 + i / 2, half = i % 2;
                     if (j >= N / 8) continue;
                     const float* two_sums = &sums[block][j][half * 2];
-                    words[i] = pack16<Element>(fmaf(two_sums[0] * scale[i / 2].x, gamma[block][half], beta[block][half]),
-                                               fmaf(two_sums[1] * scale[i / 2].y, gamma[block][half], beta[block][half]));
+                    const float factor = to_float(gamma[block][half]), term = to_float(beta[block][half]);
+                    words[i] = pack16<Element>(fmaf(two_sums[0] * scale[i / 2].x, factor, term),
+                                               fmaf(two_sums[1] * scale[i / 2].y, factor, term));
                 }
                 store_eights<N>(tile + block * S::kPartBytes, offset, pair, lane, words);
             }
         }
         fence_async_proxy();
-        barrier_named<kGroups * 128>(1);  // the tile is all groups' factor from here on
+        barrier_named<kGroups * 128>(kBothGroups);  // the tile is all groups' factor from here on
     }
 
-    // weights times the tile, through GELU where they are the wide ones, 64 columns at a time to `map`; groups take them in turn.
-    __device__ __forceinline__ void plain(int matrix, int blocks, const CUtensorMap* map) {
-        unsigned char* staged = shared.passing + group * S::kPartBytes;
+    __device__ __forceinline__ void store_out() const {
+        if (warp != 0 || lane != 0) return;
+        for (int part = group * kGroupBlocks; part < (group + 1) * kGroupBlocks; ++part) {
+            store_box(&problem.out, shared.tile + part * S::kPartBytes, part * kPart, first_token);
+        }
+        store_commit();
+    }
+
+    // weights times the tile, through GELU where they are the wide ones, 64 columns at a time; groups take them in turn.
+    __device__ __forceinline__ void plain(int side, int blocks) {
+        unsigned char* stage = shared.staging + group * S::kPartBytes;
         const bool stores = warp == 0 && lane == 0;
-        const uint32_t tile = shared_address(shared.tile) / 16;
+        Element next_bias[2] = {};
+        const auto load_bias = [&](int block) {
+            if (block >= blocks) return;
+            const Element* bias = static_cast<const Element*>(problem.biases[2 * side + 1]) + block * kRows + warp * 16;
+            next_bias[0] = bias[lane / 4], next_bias[1] = bias[lane / 4 + 8];
+        };
+        load_bias(group);
+        if (S::kTurns && group == 1) barrier_named_arrive<kGroups * 128>(kTurn);  // the first group begins
 #pragma unroll 1
-        for (int block = group; block < blocks; block += kGroups) {
-            const int column = block * kRows + warp * 16 + lane / 4;
-            float bias[2];
-            bias[0] = to_float(static_cast<const Element*>(problem.biases[matrix])[column]);
-            bias[1] = to_float(static_cast<const Element*>(problem.biases[matrix])[column + 8]);
+        for (int first = 0; first < blocks; first += kGroups) {
+            const int block = first + group;
+            // One group multiplies while the other ends its block: the weights of one ring come in that order.
+            if (S::kTurns) barrier_named<kGroups * 128>(kTurn + group);
+            if (block >= blocks) {
+                if (S::kTurns) barrier_named_arrive<kGroups * 128>(kTurn + 1 - group);
+                break;
+            }
             Fragment sums[N / 8] = {};
-            const int begin = position;
-            position += kParts;
+            const int begin = position + block / S::kRings * kParts;
 #pragma unroll 1
             for (int part = 0; part < kParts; ++part) {
                 await(begin + part);
                 wgmma_fence();
-                multiply(sums, begin + part, tile + part * (S::kPartBytes / 16));
+                multiply(sums, begin + part, shared.tile + part * S::kPartBytes);
+                if (S::kTurns && part == kParts - 1) barrier_named_arrive<kGroups * 128>(kTurn + 1 - group);
                 if (part > 0) {
                     wgmma_wait<1>();
                     give_back(begin + part - 1);
@@ -374,28 +449,33 @@ struct Group {
             }
             wgmma_wait<0>();
             give_back(begin + kParts - 1);
-            if (stores) store_wait();  // what was staged before lies in global memory
-            barrier_named<128>(2 + group);
-            if (matrix == 1) {
-                stage_tokens<Element, N, true>(sums, bias, staged, warp, lane);
+            const float bias[2] = {to_float(next_bias[0]), to_float(next_bias[1])};
+            const bool stays = side == 0 && block + kGroups >= blocks;
+            if (stores && stays) store_wait();  // what was staged before lies in global memory
+            if (stores && !stays) store_wait_read();
+            barrier_named<128>(kOwnGroup + group);
+            if (side == 0) {
+                stage_tokens<Element, N, true>(sums, bias, stage, warp, lane);
             } else {
-                stage_tokens<Element, N, false>(sums, bias, staged, warp, lane);
+                stage_tokens<Element, N, false>(sums, bias, stage, warp, lane);
             }
             fence_async_proxy();
-            barrier_named<128>(2 + group);
-            if (stores) {
-                store_box(map, staged, block * kRows, first_token);
+            load_bias(block + kGroups);  // behind the fence, which would wait for it
+            barrier_named<128>(kOwnGroup + group);
+            if (stores && stays) barrier_arrive(&shared.staged[group]);
+            if (stores && !stays) {
+                store_box(side == 0 ? &problem.wide : &problem.next, stage, block * kRows, first_token);
                 store_commit();
             }
         }
-        if (stores) store_wait();
+        position += (S::kTurns ? blocks : (blocks + 1 - group) / kGroups) * kParts;
+        if (stores && side == 1) store_wait();
     }
 };
 
 template <typename Element, int N>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     kernel(const __grid_constant__ Problem problem) {
-    using S = Shape<N>;
     const Shared<N> shared(aligned_shared());
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int first_token = static_cast<int>(blockIdx.x) * N;
@@ -405,7 +485,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     if (warp < kWarps) {
         give_registers_back<24>();
         if (lane == 0) {
-            if (warp < kGroups) load_weights<N>(problem, shared, cluster_rank(), warp);
+            if (warp < Shape<N>::kRings) load_weights<N>(problem, shared, cluster_rank(), warp);
             if (warp == kGroups) load_rows<N>(problem, shared, first_token);
         }
         __syncwarp();
@@ -414,23 +494,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
         if (problem.overlap) wait_for_previous();  // what is written may be what the kernel before reads
         const int number = static_cast<int>(warp_register(warp / kWarps - 1));
         Group<Element, N> group{problem, shared, first_token, number, warp % kWarps, lane};
-        const bool stores = warp % kWarps == 0 && lane == 0;
 #pragma unroll 1
         for (int side = 0; side < 2; ++side) {
             group.normalised(side, side == 0 ? kParts : problem.wide_parts);
-            if (side == 1 && stores) {
-                for (int block = 0; block < kGroupBlocks; ++block) {
-                    const int part = number * kGroupBlocks + block;
-                    store_box(&problem.out, shared.tile + part * S::kPartBytes, part * kPart, first_token);
-                }
-                store_commit();
-            }
-            group.plain(2 * side + 1, side == 0 ? problem.wide_parts : problem.next_blocks,
-                        side == 0 ? &problem.wide : &problem.next);
-            if (side == 0 && stores) {
-                asm volatile("fence.proxy.async;" ::: "memory");
-                barrier_arrive(&shared.passed[number]);
-            }
+            if (side == 1) group.store_out();
+            group.plain(side, side == 0 ? problem.wide_parts : problem.next_blocks);
         }
     }
     cluster_sync();  // neither block leaves while the other's copies or arrivals may still reach it
