@@ -6,6 +6,7 @@
 // Answer: metrics/<machine>/bench_attention_warpgroups.json and docs/ladder.md.
 #include "common/balanced.cuh"
 #include "common/softmax.cuh"
+#include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
 
 namespace tilerank {
@@ -40,6 +41,10 @@ struct Shape {
     static constexpr int kChunks = 196608 / (2 * kTileBytes);  // of the ring: 192 of 227 KB
     static constexpr int kResident = kChunks * 2 / 3;
     static constexpr int kRingBytes = kChunks * 2 * kTileBytes;
+    // Rows of a warp, whose queries and results pass through it: an instruction then reads or writes 512 bytes of global
+    // memory in 16-byte parts, where fragments would take 4 bytes a lane of 8 rows.
+    static constexpr int kRowsBytes = 16 * D * 2;
+    static constexpr int kBytes = kRingBytes + kOnesBytes + kGroups * kGroupWarps * kRowsBytes;
 };
 
 template <int D>
@@ -48,7 +53,8 @@ using PassesFor = Passes<kUnitRows, Shape<D>::kGroups, Shape<D>::kResident>;
 // What the warps of a block share.
 struct Shared {
     unsigned char* ring;
-    uint64_t* full;  // of each chunk
+    unsigned char* rows;  // of each warp that computes
+    uint64_t* full;       // of each chunk
     uint64_t* empty;
 };
 
@@ -116,10 +122,10 @@ __device__ __forceinline__ void find_largest(float (&largest)[2], const Fragment
     for (int half = 0; half < 2; ++half) largest[half] = __fmul_rn(quad_max(largest[half]), factor);
 }
 
-template <typename Element, int D>
+template <typename Element, int D, bool kAligned>
 __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared& shared,
                                         const TaskQueues<Shape<D>::kGroups>& queues, int group, int group_warp,
-                                        int lane, float factor, bool aligned) {
+                                        int lane, float factor) {
     using S = Shape<D>;
     constexpr bool kSum = !S::kSumsByProduct;
     constexpr float kMostAbove = 10.0f;  // powers of two that a weight may reach without a new reference
@@ -130,8 +136,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
 
     Fragment scores[kSteps * 2];
     Fragment sums[S::kSumColumns / 8];
-    uint32_t q[1][D / 16][4] = {};
-    uint32_t next_q[1][D / 16][4] = {};
+    uint32_t q[D / 16][4] = {};
     uint32_t weights[kSteps][4] = {};
 
     const auto issue_scores = [&](int slot) {
@@ -140,7 +145,7 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         for (int depth = 0; depth < D / 16; ++depth) {
             const int column = depth * 16;
             const int offset = (column / S::kColumns * S::kPartBytes + column % S::kColumns * 2) / 16;
-            wgmma_k16<Element, kChunkKeys, false>(scores, q[0][depth], tile_descriptor<S::kRowBytes>(tile + offset, 1),
+            wgmma_k16<Element, kChunkKeys, false>(scores, q[depth], tile_descriptor<S::kRowBytes>(tile + offset, 1),
                                                   depth > 0);
         }
         wgmma_commit();
@@ -183,6 +188,20 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         }
     };
 
+    // Eight columns of one of this warp's rows on their way, and which eight of them are this lane's in turn.
+    unsigned char* rows_begin = shared.rows + (group * kGroupWarps + group_warp) * S::kRowsBytes;
+    const auto place_of = [&](int row, int column) {
+        return rows_begin + column / S::kColumns * (16 * S::kRowBytes) +
+               swizzled_offset<S::kRowBytes>(row, column % S::kColumns * 2);
+    };
+    const auto each_eight = [&](const auto& move) {
+#pragma unroll
+        for (int first = 0; first < 16 * D / 8; first += kWarpSize) {
+            const int part = first + lane;
+            move(part / (D / 8), part % (D / 8) * 8);
+        }
+    };
+
     // The unit under way, as this warp sees it, and the next one.
     int turn = 0;
     Task next;
@@ -198,20 +217,32 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         // Rows go to warps in turn, so that the last rows of units do not all fall to the same quarter.
         next_row = uniform((group_warp + next.rotation) % kGroupWarps * 16);
         next.rows = uniform(next.rows) - next_row;
-        if (next.rows > 0) {
-            load_queries<D, 1>(next_q, static_cast<const Element*>(next.q) + next_row * args.q_token_stride,
-                               args.q_token_stride, next.rows, lane, aligned);
-        }
+        if (next.rows <= 0) return;
+        const Element* q = static_cast<const Element*>(next.q) + next_row * args.q_token_stride;
+        each_eight([&](int row, int column) {
+            // Rows that do not exist are the last one again: what they compute is not written.
+            const Element* from = q + min(row, next.rows - 1) * args.q_token_stride + column;
+            if (kAligned) {
+                copy_async<16>(place_of(row, column), from, true);
+            } else {
+                store_vector(place_of(row, column), load_eight(from, false));
+            }
+        });
+        copy_async_commit();
     };
     // Scores become positive multiples of what is asked for: the largest is the same before and after.
     const uint32_t signs = factor < 0.0f ? 0x80008000u : 0u;
     const float size = fabsf(factor);
     const auto use_next_queries = [&] {
+        copy_async_wait<0>();
+        __syncwarp();
 #pragma unroll
         for (int depth = 0; depth < D / 16; ++depth) {
+            ldmatrix_x4(q[depth], place_of(lane % 16, depth * 16 + lane / 16 * 8));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) q[0][depth][i] = next_q[0][depth][i] ^ signs;
+            for (int i = 0; i < 4; ++i) q[depth][i] ^= signs;
         }
+        __syncwarp();
     };
 
     wait_for_previous();  // from here on queries are read and rows written
@@ -329,34 +360,75 @@ __device__ __forceinline__ void compute(const AttentionArgs& args, const Shared&
         if (kSum) row_sum[0] = quad_sum(row_sum[0]), row_sum[1] = quad_sum(row_sum[1]);
         if (!kSum) row_sum[0] = sums[S::kSumColumns / 8 - 1][0], row_sum[1] = sums[S::kSumColumns / 8 - 1][2];
         const float factors[2] = {normalizer(row_sum[0]), normalizer(row_sum[1])};
-        store_rows<D>(out, args.out_token_stride, reinterpret_cast<const Fragment(&)[D / 8]>(sums), factors, rows, lane,
-                      aligned);
+        if (rows <= 0) continue;
+#pragma unroll
+        for (int depth = 0; depth < D / 16; ++depth) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = &sums[depth * 2 + i / 2][i % 2 * 2];
+                words[i] = pack16<Element>(pair[0] * factors[i % 2], pair[1] * factors[i % 2]);
+            }
+            store_matrices(place_of(lane % 16, depth * 16 + lane / 16 * 8), words);
+        }
+        __syncwarp();
+        each_eight([&](int row, int column) {
+            const uint4 eight = load_vector<uint4>(place_of(row, column));
+            if (row < rows) store_eight(out + row * args.out_token_stride + column, eight, kAligned);
+        });
+        __syncwarp();  // before the next queries come to lie there
     }
 }
 
-template <typename Element, int D>
-__global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs args, float factor, bool aligned) {
+template <typename Element, int D, bool kAligned>
+__global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs args, float factor,
+                                                                           bool /*aligned*/) {
     using S = Shape<D>;
     let_next_begin();  // a block that needs a multiprocessor's memory gets it when one of these ends
     DynamicShared memory;
-    unsigned char* unaligned_ring = memory.take<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024);
+    unsigned char* unaligned_ring = memory.take<unsigned char>(S::kBytes + 1024);
     Shared shared;
     shared.ring = unaligned_ring + (1024 - shared_address(unaligned_ring) % 1024) % 1024;
+    shared.rows = shared.ring + S::kRingBytes + S::kOnesBytes;
     shared.full = memory.take<uint64_t>(S::kChunks);
     shared.empty = memory.take<uint64_t>(S::kChunks);
     const TaskQueues<S::kGroups> queues(memory);
 
     const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
     const int lane = threadIdx.x % kWarpSize;
-    if (threadIdx.x < S::kChunks) {
-        barrier_init(&shared.full[threadIdx.x], kWarpSize);
-        barrier_init(&shared.empty[threadIdx.x], S::kGroups * kGroupWarps);
-    }
-    queues.init(kGroupWarps);
+    queues.init_by_warps(kGroupWarps);
+    const int copy_warp = warp - S::kGroups * kGroupWarps;
+    const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
+        copy_chunk_tile<Element, D, S::kColumns, S::kPartBytes, 8>(
+            shared.ring + (slot * 2 + values) * S::kTileBytes, source, stride, count, lane, kAligned,
+            [](int row, int column) { return swizzled_offset<S::kRowBytes>(row, column * 2); });
+    };
+    bool begun = false;
+    // Starts the copy of this warp's first chunk. Not where it had to wait for the kernel before: units are dealt first
+    // then, meanwhile.
+    const auto begin = [&](const UnitPlace& place, const SequencePlace& rows) {
+        const int first = copy_warp * kChunkKeys;
+        begun = kAligned && args.overlap == 0 && !args.causal && copy_warp < S::kCopyWarps && first < rows.k_len;
+        if (!begun) return;
+        const int kv_head = place.head / (static_cast<int>(args.heads) / static_cast<int>(args.kv_heads));
+#pragma unroll 1
+        for (int values = 0; values < 2; ++values) {
+            const int64_t stride = values == 0 ? args.k_token_stride : args.v_token_stride;
+            const int64_t offset = row_offset(place.sequence, kv_head, rows.k_begin + first,
+                                              values == 0 ? args.k_batch_stride : args.v_batch_stride,
+                                              values == 0 ? args.k_head_stride : args.v_head_stride, stride);
+            copy_tile(copy_warp, values, static_cast<const Element*>(values == 0 ? args.k : args.v) + offset, stride,
+                      rows.k_len - first);
+        }
+    };
     UnitPlace places[2];
-    if (warp >= S::kGroups * kGroupWarps) {
-        find_places<kUnitRows>(args, places, lane);  // meanwhile the others get the barriers ready
+    if (copy_warp >= 0) {
+        find_places_early<kUnitRows>(args, places, lane, begin);  // meanwhile the others get the barriers ready
     } else {
+        each_barrier(S::kChunks, S::kGroups * kGroupWarps, [&](int slot) {
+            barrier_init(&shared.full[slot], kWarpSize);
+            barrier_init(&shared.empty[slot], S::kGroups * kGroupWarps);
+        });
         for (int at = threadIdx.x * 16; at < S::kOnesBytes; at += S::kGroups * kGroupThreads * 16) {
             const uint32_t ones = pack16<Element>(1.0f, 1.0f);
             store_vector(shared.ring + S::kRingBytes + at, uint4{ones, ones, ones, ones});
@@ -364,24 +436,19 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, 1) kernel(AttentionArgs ar
         fence_async_proxy();
     }
     __syncthreads();
-    if (warp >= S::kGroups * kGroupWarps) {
+    if (copy_warp >= 0) {
         give_registers_back<S::kCopyRegisters>();
         const PassesFor<D> passes(args, places);
-        const int copy_warp = warp - S::kGroups * kGroupWarps;
         if (copy_warp == S::kCopyWarps) {
             deal<Element, S::kChunks>(passes, queues, lane);
         } else {
-            const auto copy_tile = [&](int slot, int values, const Element* source, int64_t stride, int count) {
-                copy_chunk_tile<Element, D, S::kColumns, S::kPartBytes>(
-                    shared.ring + (slot * 2 + values) * S::kTileBytes, source, stride, count, lane, aligned,
-                    [](int row, int column) { return swizzled_offset<S::kRowBytes>(row, column * 2); });
-            };
-            fill_ring<Element, S::kChunks, S::kCopyWarps>(passes, shared.full, shared.empty, copy_warp, copy_tile,
-                                                          [] { fence_async_proxy(); }, [] { wait_for_previous(); });
+            fill_ring<Element, S::kChunks, S::kCopyWarps, true>(
+                passes, shared.full, shared.empty, copy_warp, copy_tile, [] { fence_async_proxy(); },
+                [] { wait_for_previous(); }, begun);
         }
     } else {
         take_registers<S::kRegisters>();
-        compute<Element, D>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor, aligned);
+        compute<Element, D, kAligned>(args, shared, queues, warp / kGroupWarps, warp % kGroupWarps, lane, factor);
     }
 }
 
@@ -389,11 +456,10 @@ template <typename Element, int D>
 tilerank_status launch_for(const AttentionArgs& args, void* stream) {
     using S = Shape<D>;
     constexpr size_t kSharedBytes =
-        DynamicShared::bytes<unsigned char>(S::kRingBytes + S::kOnesBytes + 1024) +
-        2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
+        DynamicShared::bytes<unsigned char>(S::kBytes + 1024) + 2 * DynamicShared::bytes<uint64_t>(S::kChunks) +
         TaskQueues<S::kGroups>::bytes();
-    return launch_balanced("warpgroups", kernel<Element, D>, kUnitRows, S::kThreads, kSharedBytes, args, stream,
-                           /*overlaps=*/true);
+    return launch_balanced("warpgroups", rows16_aligned(args) ? kernel<Element, D, true> : kernel<Element, D, false>,
+                           kUnitRows, S::kThreads, kSharedBytes, args, stream, /*overlaps=*/true);
 }
 
 template <typename Element>

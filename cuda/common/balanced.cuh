@@ -137,6 +137,75 @@ __device__ __forceinline__ void find_places(const AttentionArgs& args, UnitPlace
     find_places<kUnitRows, kCost>(args, places, lane, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
+// The same for a kernel that copies before it knows all: each lane has neighbouring sequences, so that one read of the
+// lengths and one sum along the lanes are all that is waited for. begin(place, rows): called as soon as it is known where
+// the part begins, unless behind all sequences; rows.k_len is -1 where `rows` is not its place. It takes more registers:
+// `split_warpgroups` and `bulk_units` were slower with it.
+template <int kUnitRows, typename Begin>
+__device__ __forceinline__ void find_places_early(const AttentionArgs& args, UnitPlace (&places)[2], int lane,
+                                                  const Begin& begin) {
+    const int block = static_cast<int>(blockIdx.x);
+    const int blocks = static_cast<int>(gridDim.x);
+    const int batch = static_cast<int>(args.batch);
+    const int each = (batch + kWarpSize - 1) / kWarpSize;
+    const int first = min(lane * each, batch);
+    const int last = min(first + each, batch);
+    double own = 0.0;
+#pragma unroll 1
+    for (int sequence = first; sequence < last; ++sequence) {
+        own += sequence_cost<kUnitRows, kUnitCost>(args, sequence_place(args, sequence)).all;
+    }
+    double end = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const double before = __shfl_up_sync(kFullMask, end, distance);
+        if (lane >= distance) end += before;
+    }
+    const double total = __shfl_sync(kFullMask, end, kWarpSize - 1);
+    const float share = __fdividef(1.0f, static_cast<float>(blocks));
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+        const int part = block + side;
+        // Rounded as it may be: it only matters that all blocks find the same, and not less for a later part.
+        const double target = part == blocks ? total : floor(total * (static_cast<float>(part) * share));
+        const bool holds = target >= end - own && target < end;
+        UnitPlace place = {batch, 0, 0};
+        SequencePlace rows = {0, 0, 0, -1};
+        if (holds) {
+            double rest = target - (end - own);
+            int sequence = first;
+            rows = sequence_place(args, sequence);
+            SequenceCost cost = sequence_cost<kUnitRows, kUnitCost>(args, rows);
+#pragma unroll 1
+            while (rest >= cost.all) {
+                rest -= cost.all;
+                rows = sequence_place(args, ++sequence);
+                cost = sequence_cost<kUnitRows, kUnitCost>(args, rows);
+            }
+            // The first unit that begins at the target or after it; as above with quotients.
+            const int head = static_cast<int>(__fdividef(static_cast<float>(rest), static_cast<float>(cost.pair)));
+            const float in_pair = static_cast<float>(rest - head * cost.pair);
+            place = {sequence, head, static_cast<int>(ceilf(__fdividef(in_pair, static_cast<float>(cost.unit))))};
+            if (place.unit * kUnitRows >= rows.q_len) place = {sequence, head + 1, 0};
+            if (place.head >= args.heads) {
+                place = {sequence + 1, 0, 0};
+                rows.k_len = -1;
+            }
+        }
+        const unsigned holder = __ballot_sync(kFullMask, holds);
+        const int source = holder == 0 ? 0 : __ffs(static_cast<int>(holder)) - 1;
+        place = {__shfl_sync(kFullMask, place.sequence, source), __shfl_sync(kFullMask, place.head, source),
+                 __shfl_sync(kFullMask, place.unit, source)};
+        if (side == 0) places[0] = place;
+        if (side == 1) places[1] = place;
+        if (side == 0) {
+            rows.k_begin = __shfl_sync(kFullMask, rows.k_begin, source);
+            rows.k_len = __shfl_sync(kFullMask, rows.k_len, source);
+            begin(place, rows);
+        }
+    }
+}
+
 // ---- Walking a block's part ----
 
 // Units of one pair whose chunks go through the ring once: all that the block has of it where the chunks fit (kResident
@@ -223,9 +292,9 @@ __device__ __forceinline__ int64_t row_offset(int sequence, int head, int token,
 // ---- Copying chunks ----
 
 // Rows 0..count-1 of source into a tile of a chunk, the rest zeros; by one warp, 16 bytes a lane. Parts of kColumns
-// columns lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. Rolled loops: the
-// first chunk waits for this code to be fetched.
-template <typename Element, int D, int kColumns, int kPartBytes, typename Target>
+// columns lie kPartBytes from each other. target: (row, column of a part) -> bytes from its begin. kUnrolled: of its
+// turns; few where the first chunk waits for this code to be fetched.
+template <typename Element, int D, int kColumns, int kPartBytes, int kUnrolled = 2, typename Target>
 __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Element* source, int64_t token_stride,
                                                 int count, int lane, bool aligned, const Target& target) {
     constexpr int kParts = kColumns / 8;
@@ -236,7 +305,7 @@ __device__ __forceinline__ void copy_chunk_tile(unsigned char* tile, const Eleme
         int row = lane / kParts;
         unsigned char* to = tile + part * kPartBytes;
         const Element* from = source + row * token_stride + part * kColumns + column;
-#pragma unroll 2
+#pragma unroll kUnrolled
         for (int turn = 0; turn < kChunkKeys / kRows; ++turn, row += kRows, from += kRows * token_stride) {
             if (aligned) {
                 copy_async<16>(to + target(row, column), from, row < count);
@@ -256,11 +325,13 @@ struct Nothing {
 // Keeps the ring filled: kCopyWarps warps, each of which copies every kCopyWarps-th chunk. full and empty: barriers of
 // the kChunks slots, of which full counts the lanes of a warp. copy_tile(slot, values, source, stride, rows): starts
 // the copy of keys or values. fence: what else must come between the data's arrival and the barrier. ready: what must
-// come before a pass's first copy.
-template <typename Element, int kChunks, int kCopyWarps, typename P, typename CopyTile, typename Fence,
-          typename Ready = Nothing>
+// come before a pass's first copy. kEarly: each warp's first chunk is told as soon as it is there; begun: its copy is
+// under way already.
+template <typename Element, int kChunks, int kCopyWarps, bool kEarly = false, typename P, typename CopyTile,
+          typename Fence, typename Ready = Nothing>
 __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* empty, int copy_warp,
-                                          const CopyTile& copy_tile, const Fence& fence, const Ready& ready = {}) {
+                                          const CopyTile& copy_tile, const Fence& fence, const Ready& ready = {},
+                                          bool begun = false) {
     const AttentionArgs& args = passes.args;
     const int heads_a_group = static_cast<int>(args.heads) / static_cast<int>(args.kv_heads);
     int told = -1;  // slot of the chunk under way: its barrier is told one chunk later, when the data is there
@@ -294,14 +365,21 @@ __device__ __forceinline__ void fill_ring(P passes, uint64_t* full, uint64_t* em
             const int first = (chunk - passes.chunk) * kChunkKeys;
             const int count = passes.place.k_len - first;
 #pragma unroll 1
-            for (int values = 0; values < 2; ++values) {
+            for (int values = kEarly && begun ? 2 : 0; values < 2; ++values) {
                 const int64_t stride = values == 0 ? args.k_token_stride : args.v_token_stride;
                 copy_tile(slot, values, (values == 0 ? k : v) + first * stride, stride, count);
             }
+            begun = false;
             copy_async_commit();
-            copy_async_wait<1>();
-            tell();
-            told = slot;
+            if (kEarly && chunk < kCopyWarps) {
+                told = slot;
+                copy_async_wait<0>();
+                tell();
+            } else {
+                copy_async_wait<1>();
+                tell();
+                told = slot;
+            }
             slot += kCopyWarps;
             if (slot >= kChunks) {
                 slot -= kChunks;
@@ -355,6 +433,14 @@ struct TaskQueues {
             barrier_init(&dealt[at], 1);
             barrier_init(&taken[at], worker_warps);
         }
+    }
+
+    // The same by a lane of each warp, which is sooner and takes more code.
+    __device__ __forceinline__ void init_by_warps(int worker_warps) const {
+        each_barrier(kWorkers * kDepth, static_cast<int>(blockDim.x) / kWarpSize, [&](int at) {
+            barrier_init(&dealt[at], 1);
+            barrier_init(&taken[at], worker_warps);
+        });
     }
 
     // The task with that number among all of the block's.

@@ -88,6 +88,15 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity 
 #endif
 }
 
+// init(at) for each of `count` barriers, by the first `warps` warps of the block, which all call it. A warp's barriers
+// are initialised one after the other, whichever of its lanes ask for it: many of them take microseconds.
+template <typename Init>
+__device__ __forceinline__ void each_barrier(int count, int warps, const Init& init) {
+    for (int at = static_cast<int>(threadIdx.x); at < count * kWarpSize; at += warps * kWarpSize) {
+        if (at % kWarpSize == 0) init(at / kWarpSize);
+    }
+}
+
 // ---- By name ----
 
 #if !defined(TILERANK_HOST_BUILD)

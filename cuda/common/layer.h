@@ -4,6 +4,7 @@
 // For a row called `name` of registry.yaml's `layer` its file defines
 //     tilerank_status tilerank::layer_name(const LayerArgs& args, void* workspace, void* stream);
 // The dispatcher has checked sizes, pointers, strides and the row's dtypes, and calls nothing when there is no row.
+// `next` may lie in the workspace, with rows as far apart as wide rows are: a block's are used up where it makes them.
 #pragma once
 
 #include "common/variant.h"

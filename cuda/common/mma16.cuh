@@ -162,6 +162,18 @@ __device__ __forceinline__ uint4 load_eight(const Element* source, bool aligned)
             load_pair(source + 6, false)};
 }
 
+// The same the other way round.
+template <typename Element>
+__device__ __forceinline__ void store_eight(Element* target, uint4 eight, bool aligned) {
+    if (aligned) {
+        store_vector(target, eight);
+    } else {
+        const Element* source = reinterpret_cast<const Element*>(&eight);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) target[i] = source[i];
+    }
+}
+
 // ---- Tiles in shared memory, one row a key ----
 
 // Rows lie so far apart that the eight rows of a matrix that ldmatrix reads fall into different banks.

@@ -303,7 +303,7 @@ typedef struct tilerank_layer_params {
     const void* found;       /* [rows, width]: what attention gave */
     const void* x;           /* [rows, width]: what the layer began with */
     void* out;               /* [rows, width]; may be x itself where their strides are equal */
-    void* next;              /* [rows, next_columns]; NULL: not wanted; may be the workspace where next_stride is wide */
+    void* next;              /* [rows, next_columns]; NULL: not wanted */
     const void* out_weight;  /* [width, width] */
     const void* up_weight;   /* [wide, width] */
     const void* down_weight; /* [width, wide] */

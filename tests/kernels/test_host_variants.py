@@ -55,6 +55,11 @@ def test_threads_do_not_race(row: str) -> None:
     check("thread", "--variant", row, "--lengths", "1,33,65", "--head-dims", "2", "--schedule", "random")
 
 
+def test_parts_of_balanced_kernels_cover_the_line() -> None:
+    done = run("plain", "check_places")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_unknown_variant_is_an_error() -> None:
     done = run("plain", "check_variants", "--variant", "no_such_row")
     assert done.returncode == 2

@@ -208,6 +208,10 @@ std::vector<Case> all_cases(const std::vector<int64_t>& lengths) {
     add("fp16 mask", [](Case& c) { c.mask = Mask::kFp16, c.k_len = 48; });
     add("bf16 mask", [](Case& c) { c.mask = Mask::kBf16, c.k_len = 31; });
     add("packed, lengths mixed", [](Case& c) { c.packed_q = c.packed_k = {0, 1, 31, 64, 0, 65, 48}; });
+    add("packed, more sequences than lanes", [](Case& c) {
+        for (int sequence = 0; sequence < 70; ++sequence) c.packed_q.push_back(sequence * 5 % 7);
+        c.packed_k = c.packed_q;
+    });
     add("packed, cross", [](Case& c) { c.packed_q = {3, 33, 0, 10}, c.packed_k = {65, 0, 31, 1}; });
     add("packed, causal", [](Case& c) { c.packed_q = c.packed_k = {33, 1, 64}, c.causal = true; });
     add("packed, grouped queries", [](Case& c) { c.packed_q = c.packed_k = {33, 48}, c.heads = 4, c.kv_heads = 1; });
