@@ -25,7 +25,7 @@ def compose_file(conf: Path, destination: Path, overrides: Sequence[str]) -> Set
         composed = Path(folder) / "params.yaml"
         try:
             compose_and_dump(composed, str(conf.resolve()), None, "config", folder, list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:  # the last two: of both
             reason = " ".join(str(error).split())
             if found := re.match(r"Could not override '([^']+)'", reason):
                 # Hydra would have the key appended, which is refused in turn.

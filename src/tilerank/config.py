@@ -160,8 +160,10 @@ def unknown_setting(key: str) -> str | None:
     kind: Any = Settings
     where = "params"
     for name in key.split("."):
-        if not dataclasses.is_dataclass(kind):
+        if getattr(kind, "__origin__", None) is Mapping:
             return None
+        if not dataclasses.is_dataclass(kind):
+            return f"{where} has no {name!r}: it is no group of settings"
         hints = get_type_hints(kind)
         if name not in hints:
             return f"{where} has no {name!r}; allowed: {', '.join(sorted(hints))}"

@@ -1,6 +1,7 @@
 """params.yaml is what conf/ composes to, and is read into typed settings with errors that name the key."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,7 @@ def test_a_value_out_of_range_is_named(repository: Path, override: str, message:
     [
         ("workload.candidate=10", r"params\.workload has no 'candidate'; allowed: batch_size, candidates, max_length"),
         ("workloads.candidates=10", r"params has no 'workloads'; allowed: dataset, host_path"),
+        ("workload.candidates.x=10", r"params\.workload\.candidates has no 'x': it is no group of settings"),
         ("dataset.sha256.x=ab", r"use \+dataset\.sha256\.x=ab"),  # Hydra's own words: there this serves
     ],
 )
@@ -125,6 +127,13 @@ def test_an_unknown_setting_is_named_with_those_that_there_are(repository: Path,
     with pytest.raises(TilerankError, match=f"cannot compose '{override}': .*{message}") as refused:
         compose_settings(repository / "conf", [override])
     assert ("+" in str(refused.value)) == ("sha256" in override)
+
+
+@pytest.mark.parametrize("override", ["machine=3", "kernel=null", "kernel=[1]", "workload.precisions.x=fp16"])
+def test_what_hydra_cannot_read_is_refused_by_name(repository: Path, override: str) -> None:
+    """Hydra and OmegaConf let some of these end in exceptions of Python's own."""
+    with pytest.raises(TilerankError, match=f"cannot compose '{re.escape(override)}': "):
+        compose_settings(repository / "conf", [override])
 
 
 def test_every_host_path_is_an_option(repository: Path) -> None:
