@@ -1,6 +1,6 @@
 // One warp, or half of one, a row: the rows of the three tables are read by 16-byte vectors, added and normalised in
-// registers; rows too wide for that are read twice. Rows of whole vectors, as encoders have them, take a kernel without a word about the rest:
-// what bounds it is how soon its loads are under way.
+// registers; rows too wide for that are read twice. Rows of whole vectors, as encoders have them, take a kernel without
+// a word about the rest: what bounds it is how soon its loads are under way.
 // Prediction: 8 us for 16,830 rows of 384 in fp16, from 60 as four kernels of a library: 13 MB are written, and the
 //   words' rows, 13 MB, come from a table of 23 MB.
 // Answer: metrics/<machine>/bench_rerank.json and docs/encoder.md.

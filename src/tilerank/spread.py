@@ -66,9 +66,10 @@ class Work(Generic[Part, Found]):
                 self._busy.release()
 
     def wait(self) -> list[Found]:
-        """What was found, once every part is done; the caller does those that nobody has taken. To be called once."""
+        """What was found, once every part is done; the caller does those that nobody has taken."""
         self.help()
-        self._busy.acquire()
+        with self._busy:
+            pass
         if self._errors:
             raise self._errors[min(self._errors)]
         return self._found
@@ -94,7 +95,11 @@ class _Helpers:
             while (number := len(self._asked)) < count:
                 asked: SimpleQueue[Work[Any, Any]] = SimpleQueue()
                 # Daemons: they hold nothing that must be given back, and a program does not wait for them to end.
-                threading.Thread(target=_serve, args=(asked,), name=f"tilerank-{number}", daemon=True).start()
+                thread = threading.Thread(target=_serve, args=(asked,), name=f"tilerank-{number}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no further thread: those that there are do it, and the caller
+                    return
                 self._asked.append(asked)
 
 

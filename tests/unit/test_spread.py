@@ -41,6 +41,20 @@ def test_the_caller_does_all_where_no_helper_comes(monkeypatch: pytest.MonkeyPat
     assert spread(lambda _: threading.current_thread() is here, range(9)) == [True] * 9
 
 
+def test_the_caller_does_all_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(module, "_helpers", module._Helpers())
+    assert spread(lambda number: -number, range(9)) == [-number for number in range(9)]
+
+
+def test_what_was_found_can_be_asked_for_again() -> None:
+    work = module.start(lambda number: number + 1, range(5), helpers=2)
+    assert work.wait() == work.wait() == [1, 2, 3, 4, 5]
+
+
 def test_the_first_failure_is_raised_once_all_have_ended() -> None:
     ended = []
 
