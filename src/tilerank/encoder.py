@@ -26,8 +26,8 @@ BATCH_TOKENS = {"cpu": 4096, "cuda": 8192}
 worth waking for, on a GPU enough to keep it busy while activations stay small."""
 
 FUSED_BATCH_TOKENS = 76 * TOKEN_STEP - 1
-"""The same for `FusedModel` on a GPU. A bucket has one spare token. What a batch of this size holds is half of what 50
-padded passages of 512 tokens do."""
+"""The same for `FusedModel` on a GPU. A bucket has one spare token. What a batch of this size holds is less than
+half of what 50 padded passages of 512 tokens do."""
 
 Pool: TypeAlias = str  # first | mean: what becomes of a sequence's hidden states
 
